@@ -9,7 +9,7 @@ from poochplan.units import format_bytes, format_seconds
 
 COLUMNS = (
     *("way", "step", "in-core", "overhead", "drift", "peak / predicted / budget"),
-    *("allocated / reserved", "out / back", "overlapped", "waits", "fell back"),
+    *("allocated / reserved", "out / back", "waits", "fell back"),
 )
 
 
@@ -79,14 +79,14 @@ def _tables(results: Row) -> Iterator[str]:
         yield from (table_row(*_cells(row)) for row in timed if row["net"] == net)
         yield ""
     yield "Overhead is step / in-core - 1. Drift is how much slower in-core steps were after than before: the noise."
-    yield "Overlapped is the share of the copies' time in which compute did not wait for a copy."
+    yield "Waits are those of compute for copies in the last step."
 
 
 def _cells(row: Row) -> list[str]:
     def both(*names: str) -> str:
         return " / ".join("-" if row.get(name) is None else format_bytes(row[name]) for name in names)
 
-    overlapped, stall_s = row.get("overlapped"), row.get("stall_s")
+    stall_s = row.get("stall_s")
     return [
         row["way"],
         f"{format_seconds(row['step_s'])} ± {format_seconds(row['spread_s'] / 2)}",
@@ -96,7 +96,6 @@ def _cells(row: Row) -> list[str]:
         both("metered_peak_bytes", "predicted_peak_bytes", "budget_bytes"),
         both("allocated_bytes", "reserved_bytes"),
         both("out_bytes", "in_bytes"),
-        "-" if overlapped is None else f"{overlapped:.0%}",
         "-" if stall_s is None else format_seconds(stall_s),
         str(row.get("fallbacks", "-")),
     ]

@@ -1,4 +1,4 @@
-"""The GPU tests, and plans beside what else saves memory, on one GPU: step time, memory, exactness, overlap.
+"""The GPU tests, and plans beside what else saves memory, on one GPU: step time, memory, exactness, waits.
 
 For ResNet-50, a 3D U-Net and GPT-2, this one also in bfloat16 (whose ops are short enough to show what launching
 them takes): in-core; plans with a third and a fifth of the activation memory; swap-all with
@@ -40,7 +40,6 @@ from torch.utils.checkpoint import checkpoint
 import poochplan
 from benchmarks.facts import Row, facts_of_run, write_results
 from benchmarks.gpu_nets import NETS, Net
-from benchmarks.gpu_overlap import TimedCuda, overlap, total_s
 from benchmarks.gpu_page import page
 from benchmarks.pairs import profiled as profile_steps
 from benchmarks.plans import part_budget
@@ -71,7 +70,6 @@ EXACT = ("a fifth",)
 """The plans that are compared bit by bit."""
 Enter = Callable[[], contextlib.AbstractContextManager[Any]]
 T = TypeVar("T")
-Last = Callable[[Any], Row]
 
 
 class Suite:
@@ -232,8 +230,8 @@ def peaks(where: torch.device) -> dict[str, int | None]:
     }
 
 
-def block(suite: Suite, net: Net, enter: Enter, last: Last = lambda _: {}) -> tuple[list[float], Row]:
-    """Seconds of each timed step within ``enter()``, and the peaks of all of them; ``last`` is asked before it ends."""
+def block(suite: Suite, net: Net, enter: Enter) -> tuple[list[float], Row]:
+    """Seconds of each timed step within ``enter()``, and the peaks of all of them."""
     forget_peaks(suite.where)
     with enter() as session:
         for _ in range(WARM_STEPS):
@@ -243,16 +241,16 @@ def block(suite: Suite, net: Net, enter: Enter, last: Last = lambda _: {}) -> tu
         if isinstance(session, Session):
             report = session.report()
             found["metered_peak_bytes"] = report.total.peak_bytes
-            found |= {name: getattr(report.last_step, name) for name in ("out_bytes", "in_bytes", "replayed_values")}
+            last = ("out_bytes", "in_bytes", "replayed_values", "stall_s")
+            found |= {name: getattr(report.last_step, name) for name in last}
             found |= {name: getattr(report.total, name) for name in ("fallbacks", "fallback_reasons")}
-        found |= last(session)
     return seconds, found
 
 
-def beside_in_core(suite: Suite, net: Net, enter: Enter, last: Last = lambda _: {}) -> Row:
+def beside_in_core(suite: Suite, net: Net, enter: Enter) -> Row:
     """Step time, spread and peaks of a way to train, and the step time in-core just before and after it."""
     before, _ = block(suite, net, contextlib.nullcontext)
-    seconds, found = block(suite, net, enter, last)
+    seconds, found = block(suite, net, enter)
     after, _ = block(suite, net, contextlib.nullcontext)
     in_core_s = median([*before, *after])
     low, high = np.percentile(seconds, [25, 75])
@@ -265,17 +263,6 @@ def beside_in_core(suite: Suite, net: Net, enter: Enter, last: Last = lambda _: 
         "steps": len(seconds),
         **found,
     }
-
-
-def overlapped(suite: Suite, net: Net, session: Session, device: TimedCuda | None) -> Row:
-    """Share of the copies that ran beside compute, and seconds compute waited, in one more step."""
-    if device is None:
-        one_step(net, suite.where)
-        return {"copies_s": None, "overlapped": None, "stall_s": session.report().last_step.stall_s}
-    device.begin()
-    one_step(net, suite.where)
-    copies, stalls = device.copies_and_stalls()
-    return {"copies_s": total_s(copies), "overlapped": overlap(copies, stalls), "stall_s": total_s(stalls)}
 
 
 def bitwise(suite: Suite, name: str, plan: Plan) -> Row:
@@ -319,13 +306,6 @@ def checkpointed(blocks: list[torch.nn.Module]) -> Iterator[None]:
 def planned(suite: Suite, net: Net, plan: Plan) -> Row:
     """What one plan promised, and what came of it."""
     prediction = plan.prediction
-    opened: list[TimedCuda] = []
-
-    def timed() -> TimedCuda:
-        opened.append(TimedCuda(suite.where))
-        return opened[-1]
-
-    device = timed if suite.where.type == "cuda" else None
     return {
         "budget_bytes": plan.budget_bytes,
         "predicted_peak_bytes": max(prediction.peak_bytes, prediction.first_step_peak_bytes),
@@ -333,12 +313,7 @@ def planned(suite: Suite, net: Net, plan: Plan) -> Row:
         "predicted_overhead": prediction.overhead,
         "predicted_stall_s": prediction.stall_s,
         "solve": {"policy": plan.solve.policy, "gap": plan.solve.gap, "wall_s": plan.solve.wall_s},
-        **beside_in_core(
-            suite,
-            net,
-            lambda: poochplan.apply(plan, net.workload.model, device=device),
-            lambda session: overlapped(suite, net, session, opened[-1] if opened else None),
-        ),
+        **beside_in_core(suite, net, lambda: poochplan.apply(plan, net.workload.model)),
     }
 
 

@@ -43,7 +43,8 @@ class LaunchCost:
     handles_s: Floats
     """Per op: packs and unpacks since the op before; the additional last entry is for those after the last op."""
     launch_s: Floats
-    """Per op: seconds of its launch in-core; 0 if the thread is the compute stream."""
+    """Per op: seconds of its launch; 0 if the thread is the compute stream. In-core the thread reaches no op after it
+    has begun, for the ops' seconds are those of a measured step."""
     last_save_op: int
     """Ops completed at the last save point, where recording ends."""
     _replays: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict, repr=False)
@@ -92,9 +93,17 @@ def launch_cost_of(profile: Profile) -> LaunchCost:
         record_s=measured.record_s,
         replay_s=measured.replay_s,
         handles_s=handles_s,
-        launch_s=np.zeros(len(durations)) if is_compute else np.minimum(durations, measured.launch_s),
+        launch_s=np.zeros(len(durations)) if is_compute else _launches(profile, measured, durations),
         last_save_op=max(saves),
     )
+
+
+def _launches(profile: Profile, measured: RuntimeCost, durations: Floats) -> Floats:
+    phases = measured.phase_launch_s
+    launches = np.cumsum([0.0, *(phases.get(op.phase, measured.launch_s) for op in profile.ops)])
+    begins = np.cumsum([0.0, *durations])
+    reached: Floats = launches + np.minimum.accumulate(begins - launches)
+    return np.maximum(np.diff(reached), 0.0)
 
 
 @dataclass(frozen=True, eq=False)

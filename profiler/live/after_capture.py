@@ -60,8 +60,9 @@ class HookSeconds:
 
 
 class PhaseTiming(SegmentObserver):
-    """``seconds`` of each phase, without those in hooks, and the page ``faults`` of each on the step's thread. Code
-    after a backward counts up to the optimizer's step, if there is one.
+    """``seconds`` of each phase, without those in hooks, and the page ``faults`` of each on the step's thread.
+    ``launching_s`` are the processor's seconds of each phase, without those in hooks and without waits for the device.
+    Code after a backward counts up to the optimizer's step, if there is one.
 
     ``arena``: the arena of a step function; None for the ordinary allocator.
     """
@@ -71,8 +72,9 @@ class PhaseTiming(SegmentObserver):
         self._waits = isinstance(policy, SwapEach)
         self.in_hooks = HookSeconds()
         self.faults: dict[Phase, int] = dict.fromkeys(Phase, 0)
+        self.launching_s: PhaseSeconds = dict.fromkeys(Phase, 0.0)
         self._arena = arena
-        self._since_s = self._hooks_s = 0.0
+        self._since_s = self._hooks_s = self._since_processor_s = 0.0
         self._since_faults = 0
         self._is_over = False
 
@@ -80,6 +82,7 @@ class PhaseTiming(SegmentObserver):
     def instruments(self, segment: Segment) -> Iterator[None]:
         with self._arena.run() if self._arena is not None else contextlib.nullcontext():
             self._since_s, self._since_faults = self._now_s(), page_faults()
+            self._since_processor_s = self._processor_s()
             yield
 
     def pack(self, tensor: torch.Tensor, pack: PackHook) -> SavedHandle:
@@ -116,10 +119,15 @@ class PhaseTiming(SegmentObserver):
             self.why_not = self.why_not or self.policy.divergence
 
     def _account(self) -> None:
+        self.launching_s[self.phase] += self._processor_s() - self._since_processor_s
         now_s, faults = self._now_s(), page_faults()
         self.seconds[self.phase] += now_s - self._since_s
         self.faults[self.phase] += max(0, faults - self._since_faults)  # less is another thread's count
         self._since_s, self._since_faults = now_s, faults
+        self._since_processor_s = self._processor_s()
+
+    def _processor_s(self) -> float:
+        return self.context.clock.processor_s() - self.in_hooks.total_s
 
     def _now_s(self) -> float:
         """The present time, once all queued work is done, on a clock that stops in hooks."""
@@ -255,6 +263,8 @@ class TimedSteps:
     """The time in the hooks of steps that followed instructions under the engine."""
     faults: list[PhaseSeconds] = field(default_factory=list)
     """Page faults of every step."""
+    launching_s: list[PhaseSeconds] = field(default_factory=list)
+    """The processor's seconds of every step, without hooks and waits."""
 
     def several(self, count: int) -> Generator[NewObserver, Any, list[PhaseSeconds]]:
         """The seconds of that many steps, timed whole."""
@@ -263,6 +273,7 @@ class TimedSteps:
             observer: PhaseTiming = yield lambda: PhaseTiming(self.context, self.policy(), self.arena)
             seconds.append(observer.seconds)
             self.faults.append({phase: float(count) for phase, count in observer.faults.items()})
+            self.launching_s.append(observer.launching_s)
             if isinstance(observer.policy, Follow) and not observer.why_not:
                 self.in_hooks.append(observer.in_hooks)
         return seconds

@@ -33,7 +33,7 @@ LEAST_OPS = 2000
 """For a step of fewer short ops the small network's costs do: at 1,300 ops plans were within 8% of their promise."""
 LAYING_OUT, ROUNDS = 3, 3
 """Steps of each kind: those that lay an arena out and touch its pages, and those of which the shortest counts."""
-Own = dict[str, float]
+Own = dict[str, Any]
 """Some of the costs of a ``RuntimeCost``."""
 
 
@@ -47,20 +47,20 @@ class _Seconds(NamedTuple):
 
 def has_short_ops(profile: Profile) -> bool:
     """Whether the runtime's own work may be a notable part of a step."""
-    return len(profile.ops) >= LEAST_OPS and 0 < profile.times.step_s < SHORT_OP_S * len(profile.ops)
+    return 0 < profile.times.step_s < SHORT_OP_S * len(profile.ops)
 
 
 def own_costs(context: StudyContext, profile: Profile, *, has_arena: bool) -> Generator[NewObserver, Any, Own]:
     """Asks for the steps, from an arena if there may be one. A cost that is not above 0 there is left out."""
-    if not has_short_ops(profile):
+    if len(profile.ops) < LEAST_OPS or not has_short_ops(profile):
         return {}
     problem = build_problem(profile)
     kept = [Decision.KEEP] * problem.value_count
     wishes = {
         "keep": kept,
         "record": kept,
-        "recompute": _every_other(Decision.RECOMPUTE, problem),
-        "swap": _every_other(Decision.SWAP, problem),
+        "recompute": every_other(Decision.RECOMPUTE, problem),
+        "swap": every_other(Decision.SWAP, problem),
     }
     shortest = dict[str, _Seconds]()
     for name, wish in wishes.items():
@@ -99,7 +99,7 @@ def _several(
     return [_Seconds(sum(step.values()) + hooks.total_s, hooks.pack_s, hooks.unpack_s) for step, hooks in in_hooks]
 
 
-def _every_other(decision: Decision, problem: Problem) -> list[Decision]:
+def every_other(decision: Decision, problem: Problem) -> list[Decision]:
     """Every other value of which it may be decided so. Then most replays start from a value that is there."""
     replays, is_replay = problem.replay.replays, decision is Decision.RECOMPUTE
     may = [at for at, kept in enumerate(problem.must_keep) if not kept and not (is_replay and replays[at] is None)]
@@ -113,9 +113,7 @@ def _costs(
     profile: Profile, problem: Problem, wishes: Mapping[str, Sequence[Decision]], seconds: Mapping[str, _Seconds]
 ) -> Own:
     keep, record, recompute, swap = seconds.values()
-    replays = [replay for _, replay in Walk(problem, Schedule(tuple(wishes["recompute"]), (), True)).replays]
-    recorded = sum(op.phase is Phase.FORWARD for op in profile.ops[: problem.launch_cost.last_save_op])
-    replayed, replayed_s = sum(len(one.ops) for one in replays), sum(one.seconds for one in replays)
+    recorded, (replayed, replayed_s) = recorded_ops(profile, problem), replayed_ops(problem, wishes["recompute"])
     swapped = wishes["swap"].count(Decision.SWAP)
     found = {
         "record_s": (record.whole_s - keep.whole_s) / max(1, recorded),
@@ -124,3 +122,14 @@ def _costs(
         "fetch_s": (swap.unpack_s - keep.unpack_s) / max(1, swapped),
     }
     return {name: cost_s for name, cost_s in found.items() if cost_s > 0}
+
+
+def recorded_ops(profile: Profile, problem: Problem) -> int:
+    """How many ops a step records that records all it can."""
+    return sum(op.phase is Phase.FORWARD for op in profile.ops[: problem.launch_cost.last_save_op])
+
+
+def replayed_ops(problem: Problem, wish: Sequence[Decision]) -> tuple[int, float]:
+    """How many ops a step replays with these decisions, and their seconds."""
+    replays = [replay for _, replay in Walk(problem, Schedule(tuple(wish), (), True)).replays]
+    return sum(len(one.ops) for one in replays), sum(one.seconds for one in replays)

@@ -36,7 +36,8 @@ from poochplan.units import counted
 
 from .after_capture import HookSeconds, OpRuns, Summing, TimedSteps, Verifying
 from .capturing import Capturing
-from .own_costs import own_costs, with_own_costs
+from .launch_costs import launch_costs, phase_launches
+from .own_costs import Own, own_costs, with_own_costs
 from .segment_observer import NewObserver, Studied, StudyContext
 
 TIMED = 3
@@ -107,7 +108,7 @@ def study(context: StudyContext, options: StudyOptions) -> Studied:
     has_room = partial(options.fits, twice)
     policy = _policies(seen, in_core, options.fits, has_room)
     mode: Literal["run", "swap-all"] = "swap-all" if isinstance(policy(), SwapEach) else "run"
-    steps, own = TimedSteps(context, policy), dict[str, float]()
+    steps, own, is_ahead = TimedSteps(context, policy), Own(), context.where.type != "cpu"
     try:
         is_plain = not is_freed_memory_given_back()  # no setting of a session is in force yet
         timed = yield from _timed(options, seen.capture, steps, has_room)
@@ -117,15 +118,21 @@ def study(context: StudyContext, options: StudyOptions) -> Studied:
         profile = draft(mode, captured_s if timed.runs is None else timed.runs, timed.steps, notes)
         times = msgspec.structs.replace(profile.times, plain_step_s=plain_s, unserved_step_s=timed.unserved_s)
         profile = msgspec.structs.replace(profile, times=times)
+        if mode == "run" and is_ahead:
+            own = {"phase_launch_s": phase_launches(profile, steps.launching_s)}
         options.say("verifying replays")
         profile = yield from _verified(context, profile, options.room(profile) - max(0, seen.grown_bytes()))
         if context.is_repeated and mode == "run":
             profile = yield from _kept(context, profile, timed.steps, steps.in_hooks)
-            own = yield from own_costs(context, profile, has_arena=timed.unserved_s is not None)
+            if is_ahead:
+                own |= yield from launch_costs(context, profile)
+            else:
+                own = yield from own_costs(context, profile, has_arena=timed.unserved_s is not None)
     except NoMoreSegments:
         once = {phase: sum(op.duration_s for op in seen.capture.ops if op.phase is phase) for phase in Phase}
         profile = without_replays(draft("swap-all", captured_s, [once], [*options.notes, HURRIED]))
-    return with_own_costs(options.with_costs(profile, steps.in_hooks if mode == "run" else []), own)
+    profile = options.with_costs(profile, steps.in_hooks if mode == "run" else [])
+    return with_own_costs(profile, own)
 
 
 def _policies(

@@ -29,13 +29,13 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Link, LinkDirection, Phase, PointKind, Profile, RuntimeCost
 from poochplan.formats.profile_parts import Seconds
 from poochplan.profiler.assembly.assemble import this_machine
-from poochplan.profiler.capture.clock import current
+from poochplan.profiler.capture.clock import clock_of, current
 from poochplan.profiler.link import known_link, measure_link
 from poochplan.profiler.live.after_capture import Hook, HookSeconds
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.step.preserve import kept_generators, restored
-from poochplan.runtime.devices.backend import backends_in_use, synchronize
+from poochplan.runtime.devices.backend import backends_in_use
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.messages import warn_once
@@ -168,11 +168,6 @@ def _load() -> dict[str, tuple[RuntimeCost, float]]:
 
 
 # -- the launching thread's time ---------------------------------------------------------------------------------------
-
-
-def step_clock(device_type: str) -> Callable[[], float]:
-    """CPU seconds of code that launches a step: the calling thread's; with a device's backward thread the process's."""
-    return time.thread_time if device_type == "cpu" else time.process_time
 
 
 def is_above_zero(samples: Sequence[float]) -> bool:
@@ -321,7 +316,7 @@ class _Network:
     def __init__(self, layers: int, rows: int, where: torch.device) -> None:
         self.where, self.model = where, Chain(layers).to(where)
         self._batch = torch.full((rows, COLUMNS), 0.5, dtype=DTYPE, device=where)
-        self._clock = step_clock(where.type)
+        self._clock = clock_of(where)
         with StepFunction(self.forward, self.model, None, where) as steps:
             self.profile = steps.run(Capturing(steps.context)).untimed("run")
         forward = [op for op in self.profile.ops if op.phase is Phase.FORWARD]
@@ -339,12 +334,12 @@ class _Network:
 
     def run(self, seconds: _Seconds) -> None:
         """One timed step. The device's earlier work has ended, and its new work is not waited for."""
-        synchronize(self.where)
-        start_s, forward_start_s = self._clock(), time.thread_time()
+        self._clock.synchronize()
+        start_s, forward_start_s = self._clock.processor_s(), time.thread_time()
         loss = self.forward()
         seconds.forward_s = time.thread_time() - forward_start_s
         loss.backward()
-        seconds.whole_s = self._clock() - start_s
+        seconds.whole_s = self._clock.processor_s() - start_s
 
     def step(self, hook: Hook | None) -> _Seconds:
         """A step without the engine, under this hook or none."""

@@ -13,7 +13,7 @@ from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import saved_values
 from poochplan.runtime.run_report import FallbackKind
-from tests.gpu.cases import ABOUT_CUDA, CASES, case_of, each, reference, takes_what_is_predicted
+from tests.gpu.cases import ABOUT_CUDA, CASES, ON_A_GPU, case_of, each, reference, takes_what_is_predicted
 from tests.runtime.nets import equal, followed, train
 from tests.runtime.random_plans import random_plan
 
@@ -79,6 +79,9 @@ def test_what_attention_leaves_unwritten_spoils_no_other_value(kernel: str) -> N
     case = case_of(f"sdpa_{kernel}_without_dropout")
     profile = case.new_profile()
     operator = f"_scaled_dot_product_{kernel}_attention.default"
-    assert _unreplayable(profile, operator) == {"", f"aten.{operator} leaves some of its bytes unwritten"}
+    unwritten = f"aten.{operator} leaves some of its bytes unwritten"
+    # Torch 2.11 and 2.12 have the seed of the efficient one on the host, where no value is.
+    is_on_host = kernel == "efficient" and ON_A_GPU and torch.__version__.startswith(("2.11.", "2.12."))
+    assert _unreplayable(profile, operator) == ({""} if is_on_host else {"", unwritten})
     plan = random_plan(profile, 0, REPLAY)
     followed(case, plan, wanted=reference(case, 2))

@@ -147,7 +147,8 @@ EXPORTED int nvmlSystemGetCudaDriverVersion_v2(int* version) { return *version =
 EXPORTED int nvmlSystemGetNVMLVersion() { return NVML_NOT_SUPPORTED; }
 EXPORTED int nvmlDeviceGetNvLinkRemoteDeviceType() { return NVML_NOT_SUPPORTED; }
 EXPORTED int nvmlDeviceGetNvLinkRemotePciInfo_v2() { return NVML_NOT_SUPPORTED; }
-EXPORTED int nvmlDeviceGetComputeRunningProcesses() { return NVML_NOT_SUPPORTED; }
+/// Torch before 2.14 asserts that this does not fail.
+EXPORTED int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) { return *count = 0, 0; }
 EXPORTED int nvmlDeviceGetGpuFabricInfo() { return NVML_NOT_SUPPORTED; }
 EXPORTED int nvmlDeviceGetGpuFabricInfoV() { return NVML_NOT_SUPPORTED; }
 EXPORTED const char* nvmlErrorString(int) { return "an error of the null GPU"; }

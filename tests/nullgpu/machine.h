@@ -20,6 +20,7 @@ struct Settings {
     long long device_bytes, devices, pinned_bytes, copied_bytes, resident_bytes, others_bytes;
     Nanoseconds launch_ns;
     double seconds_factor, link_bytes_per_ns;
+    bool by_processor;  // whether time passes only while this process computes or waits for a GPU
     bool overlaps;
 };
 const Settings& settings();

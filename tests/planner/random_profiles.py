@@ -437,6 +437,7 @@ def with_random_thread(profile: Profile, seed: int) -> Profile:
         record_s=cost(),
         replay_s=cost(),
         launch_s=cost(),
+        phase_launch_s={phase: cost() for phase in Phase if rng.random() < 0.4},
         unpack_s=handle_s * rng.choice([0.0, 0.3, 1.0]),
         fetch_s=swap_s * rng.choice([0.0, 0.5, 1.0]),
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
 
 from poochplan.formats.occupancy import ints
 from poochplan.formats.plan import Decision
-from poochplan.formats.profile import Profile, RuntimeCost
+from poochplan.formats.profile import Phase, Profile, RuntimeCost
 from poochplan.planner.planning import plan
 from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import build_problem
@@ -34,7 +34,7 @@ SWAP, RECOMPUTE = Decision.SWAP, Decision.RECOMPUTE
 Kind = Literal["cpu", "cuda"]
 
 
-def costed(profile: Profile, kind: Kind, **costs: float) -> Profile:
+def costed(profile: Profile, kind: Kind, **costs: Any) -> Profile:
     device = msgspec.structs.replace(profile.device, kind=kind)
     return msgspec.structs.replace(profile, device=device, runtime=msgspec.structs.replace(NOTHING, **costs))
 
@@ -65,6 +65,35 @@ def test_an_op_waits_for_its_launch() -> None:
     assert found.step_s == pytest.approx(10 * 3.0 + 11)  # all packs one after another, then what is left to compute
     assert found.runtime_s == pytest.approx(found.step_s - 20)
     assert step_s(costed(profile, "cuda", handle_s=3.0, launch_s=0.5)) == pytest.approx(10 * 3.5 - 0.5 + 11)
+
+
+def test_in_core_the_thread_reaches_no_op_after_it_has_begun() -> None:
+    """So long ops give it a lead, which launches of the short ones behind them use up."""
+    found = build_problem(costed(chain(0.1, 0.1, 4.0), "cuda", launch_s=0.5)).launch_cost
+    assert found.launch_s.tolist() == pytest.approx([0.1, 0.1, 0.5, 0.5, 0.5, 0.5])
+    of_phases = costed(chain(0.1, 0.1, 4.0), "cuda", launch_s=0.5, phase_launch_s={Phase.BACKWARD: 1.0})
+    assert build_problem(of_phases).launch_cost.launch_s.tolist() == pytest.approx([0.1, 0.1, 0.5, 1.0, 1.0, 1.0])
+    of_phases = costed(chain(0.1, 0.1, 4.0), "cuda", phase_launch_s={Phase.FORWARD: 1.0, Phase.BACKWARD: 9.0})
+    assert build_problem(of_phases).launch_cost.launch_s.tolist() == pytest.approx([0.1, 0.1, 1.0, 7.0, 0.1, 0.1])
+
+
+COSTS = ("launch_s", "handle_s", "swap_s", "record_s", "replay_s")
+
+
+@pytest.mark.parametrize("what", COSTS)
+def test_each_cost_of_the_thread_is_in_the_predicted_step(what: str) -> None:
+    profile = transformer_like()
+    typical_s = sum(op.duration_s for op in profile.ops) / len(profile.ops)
+    costs: dict[str, Any] = dict.fromkeys(COSTS, typical_s / 2) | {"unpack_s": typical_s / 4, "fetch_s": typical_s / 4}
+    problem = build_problem(costed(profile, "cuda", **costs))
+    schedule = fit(problem, random_decisions(problem, 0), 0, Style(release="early"))
+    assert {SWAP, RECOMPUTE} <= {*schedule.decisions}
+    before_s = simulate(problem, schedule).step_s
+    more = {what: costs[what] * 20}
+    assert step_s(costed(profile, "cuda", **costs | more), schedule) > before_s
+    if what == "launch_s":
+        of_backward = costed(profile, "cuda", **costs, phase_launch_s={Phase.BACKWARD: more[what]})
+        assert step_s(of_backward, schedule) > before_s
 
 
 @pytest.mark.parametrize(("handle_s", "says"), [(0.01, False), (3.0, True)])

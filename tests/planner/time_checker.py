@@ -56,11 +56,17 @@ class _Timed(Judge):
         self.link, self.times, self.clock = profile.link, Times(), Clock(0.0, (), ())
         self.is_compute = cost is not None and profile.device.kind == "cpu"
         self.is_ahead = cost is not None and not self.is_compute
-        self.unpack_s = self.pack_s = self.fetch_s = self.out_s = self.record_s = self.replay_s = self.launch_s = 0.0
+        self.unpack_s = self.pack_s = self.fetch_s = self.out_s = self.record_s = self.replay_s = 0.0
+        self.launches_s = [0.0] * len(profile.ops)
         if cost is not None:
             self.unpack_s, self.pack_s = cost.unpack_s, cost.handle_s - cost.unpack_s
             self.fetch_s, self.out_s = cost.fetch_s, cost.swap_s - cost.fetch_s
-            self.record_s, self.replay_s, self.launch_s = cost.record_s, cost.replay_s, cost.launch_s
+            self.record_s, self.replay_s = cost.record_s, cost.replay_s
+            thread_s = begins_s = 0.0
+            for number, op in enumerate(profile.ops):
+                begins_s += op.duration_s
+                next_s = min(thread_s + cost.phase_launch_s.get(op.phase, cost.launch_s), begins_s)
+                self.launches_s[number], thread_s = next_s - thread_s, next_s
         self.is_recording = plan.record_from_start
 
     def walk(self) -> Verdict:
@@ -77,7 +83,7 @@ class _Timed(Judge):
         what, number = self.timeline[tick]
         if what == "op":
             is_recorded = self.is_recording and number < self.save_ops[-1]
-            self._run_op(self.profile.ops[number].duration_s, self.record_s if is_recorded else 0.0)
+            self._run_op(number, self.record_s if is_recorded else 0.0)
             self._handles_before(number + 1)
 
     def _handles_before(self, op: int) -> None:
@@ -123,7 +129,7 @@ class _Timed(Judge):
             self._wait(source, is_out=False)
         for op in ops:
             self.times.replay_s += self.profile.ops[op].duration_s
-            self._run_op(self.profile.ops[op].duration_s, self.replay_s)
+            self._run_op(op, self.replay_s)
         super()._run(tick, ops, targets)
 
     # -- seconds ----------------------------------------------------------------------------------------------
@@ -136,12 +142,12 @@ class _Timed(Judge):
         elif self.is_ahead:
             self.times.runtime_s += self._until(take(self.link, False, self.clock, seconds))
 
-    def _run_op(self, duration_s: float, own_s: float) -> None:
+    def _run_op(self, number: int, own_s: float) -> None:
         """One op, for which the runtime takes ``own_s`` besides."""
         self._take(own_s)
-        self._compute(duration_s)
+        self._compute(self.profile.ops[number].duration_s)
         if self.is_ahead:
-            self.clock = self.clock._replace(thread_s=self.clock.thread_s + min(self.launch_s, duration_s))
+            self.clock = self.clock._replace(thread_s=self.clock.thread_s + self.launches_s[number])
 
     def _wait(self, index: int, *, is_out: bool) -> None:
         """Waits for the copy of a value, if it is on its way."""

@@ -12,7 +12,7 @@ import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Kind
 from poochplan.profiler.fake.fake import building
-from poochplan.workload import LoadedWorkload, load_workload
+from poochplan.workload import LoadedWorkload, Workload, load_workload
 
 pytest.importorskip("transformers")
 
@@ -59,14 +59,7 @@ def test_each_kind_of_model_trains_all_of_its_parameters(name: str) -> None:
     assert sum(1 for one in workload.model.parameters() if one.grad is not None and one.grad.abs().sum() > 0) > 10
 
 
-@pytest.mark.parametrize(
-    ("precision", "parameters", "is_upcast"),
-    [("float32", torch.float32, False), ("bfloat16", torch.bfloat16, True), ("autocast", torch.float32, True)],
-)
-def test_precision_is_that_of_parameters_and_of_computation(
-    precision: str, parameters: torch.dtype, is_upcast: bool
-) -> None:
-    workload = _loaded("llama", precision=precision).workload
+def _saved_dtypes(workload: Workload) -> set[torch.dtype]:
     saved = set()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,8 +68,26 @@ def test_precision_is_that_of_parameters_and_of_computation(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         workload.step()
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("precision", "parameters", "is_upcast"),
+    [("float32", torch.float32, False), ("bfloat16", torch.bfloat16, True), ("autocast", torch.float32, True)],
+)
+def test_precision_is_that_of_parameters_and_of_computation(
+    precision: str, parameters: torch.dtype, is_upcast: bool
+) -> None:
+    workload = _loaded("llama", precision=precision).workload
+    saved = _saved_dtypes(workload)
     assert {one.dtype for one in workload.model.parameters()} == {parameters}
     assert (torch.bfloat16 in saved) is is_upcast
+
+
+def test_a_step_in_float32_is_under_the_callers_autocast() -> None:
+    workload = _loaded("llama").workload
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _saved_dtypes(workload) == {torch.bfloat16, torch.float32, torch.int64}
 
 
 @pytest.mark.parametrize("name", ["llama", "vit", "whisper"])

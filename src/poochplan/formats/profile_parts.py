@@ -24,11 +24,11 @@ from poochplan.units import format_bytes
 
 from .files import Document
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """Version 2 has more costs of the launching thread (``RuntimeCost``); 3 has how the step was run (``StepFacts``); 4 has
 the blocks that each op takes (``OpBlock``); 5 has which nodes of compiled graphs save a value; 6 has the step's time by
 PyTorch alone (``StepTimes.plain_step_s``); 7 has the values that are stretches of one storage
-(``Value.stretch_of``)."""
+(``Value.stretch_of``); 8 has launches by phase (``RuntimeCost.phase_launch_s``)."""
 HOST_ALIGNMENT_BYTES = 4096
 """Every swapped value begins at a multiple of this in host memory and in the spill file."""
 ALLOCATION_UNIT_BYTES = 512
@@ -352,7 +352,8 @@ class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of the launching thread: for a plain op, and for the runtime's work between the step's ops.
 
     They are measured on a separate small network. In a profile of mode ``run``, the time of handles is measured on the
-    model itself, and so are the costs of recording, replays and swaps in that of a step function with short ops.
+    model itself, and on CUDA that of launches; so are the costs of recording and replays, and on the CPU of swaps, in
+    that of a step function with short ops.
     ``docs/semantics.md`` says where in a step they are spent. All are at least 0.
     """
 
@@ -366,6 +367,9 @@ class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
     """For each replayed op, in addition to the op itself: its part of the recipe and of the replay."""
     launch_s: Seconds = 0.0
     """For each plain op, if the thread is ahead of the device. 0 on the CPU, where an op's duration includes it."""
+    phase_launch_s: dict[Phase, Seconds] = {}
+    """The same in the phases of the model's own steps, with what its Python does between ops; empty if these were not
+    measured."""
     unpack_s: Seconds = 0.0
     """The unpack's part of ``handle_s``."""
     fetch_s: Seconds = 0.0

@@ -86,7 +86,8 @@ def transformer(
     batch = {key: one.to(where, model.dtype if one.is_floating_point() else one.dtype) for key, one in inputs.items()}
 
     def step() -> torch.Tensor:
-        with torch.autocast(where.type, torch.bfloat16, enabled=precision == "autocast"):
+        is_cast = precision == "autocast"
+        with torch.autocast(where.type, torch.bfloat16) if is_cast else contextlib.nullcontext():  # or the caller's
             loss: torch.Tensor = model(**batch).loss
         return loss
 

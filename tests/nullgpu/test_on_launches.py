@@ -1,0 +1,60 @@
+"""What the launching thread takes is measured on the GPU's own path; the GPU's clock may be the processor's."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from poochplan.formats.profile import Phase
+from poochplan.profiler.live import own_costs
+from poochplan.profiler.trials.machine_facts import cached_cost
+from tests.nullgpu.test_on_null_gpu import CASE, WHERE
+
+SECOND_CYCLES = 1_700_000_000
+"""The null GPU's clock is one of 1.7 GHz."""
+
+
+def test_a_profile_has_what_each_phase_launches_and_the_costs_of_the_model_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(own_costs, "SHORT_OP_S", math.inf)
+    cost, apart = CASE.new_profile().runtime, cached_cost(WHERE)
+    assert cost is not None
+    assert apart is not None
+    assert cost.phase_launch_s.keys() == {*Phase}
+    assert all(0 < seconds < 1 for seconds in cost.phase_launch_s.values())
+    assert apart.cost.phase_launch_s == {}
+    assert (cost.swap_s, cost.fetch_s) == (apart.cost.swap_s, apart.cost.fetch_s)
+    own = {name for name in ("handle_s", "record_s", "replay_s") if getattr(cost, name) != getattr(apart.cost, name)}
+    assert own == {"handle_s", "record_s", "replay_s"}
+
+
+def test_of_long_ops_only_launches_are_measured_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_costs, "SHORT_OP_S", 0.0)
+    cost, apart = CASE.new_profile().runtime, cached_cost(WHERE)
+    assert cost is not None
+    assert apart is not None
+    assert cost.phase_launch_s.keys() == {*Phase}
+    assert (cost.record_s, cost.replay_s) == (apart.cost.record_s, apart.cost.replay_s)
+
+
+PROGRAM = f"""
+import time, torch
+torch.cuda.synchronize()
+before_s, processor_s = time.perf_counter(), time.process_time()
+torch.cuda._sleep({100 * SECOND_CYCLES})
+torch.cuda.synchronize()
+print(time.perf_counter() - before_s, time.process_time() - processor_s)
+"""
+
+
+def test_by_the_processors_clock_a_wait_for_the_gpu_passes_at_once() -> None:
+    environment = os.environ | {"NULLGPU_BY_PROCESSOR": "1", "NULLGPU_SECONDS": "1"}
+    command = [sys.executable, "-c", PROGRAM]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
+    passed_s, processor_s = map(float, ran.stdout.split())
+    assert passed_s >= 100 > processor_s
