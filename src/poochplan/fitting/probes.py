@@ -10,6 +10,7 @@ from typing import Any
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
+from poochplan.planner.arena.reserved import in_core_bytes, is_reserved_known
 from poochplan.planner.planning import plan, smallest_budget
 
 from .family import Family
@@ -47,7 +48,7 @@ class Probes:
 
     def in_core(self, value: int) -> bool | None:
         """Whether the value fits with everything kept; None if the workload does not take it."""
-        return self._asked(value, lambda: self.profile(value).in_core_peak_bytes <= self.budget_bytes)
+        return self._asked(value, lambda: in_core_bytes(self.profile(value)) <= self.budget_bytes)
 
     def has_plan(self, value: int) -> bool | None:
         """Whether some plan of the value fits, at any overhead."""
@@ -63,10 +64,13 @@ class Probes:
 
     def fits(self, value: int) -> bool | None:
         """Whether a plan was found that fits, and that is within the requested overhead."""
-        if self._most_overhead is None or not self.has_plan(value):
-            return self.has_plan(value)
+        has_plan = self.has_plan(value)
+        if not has_plan or (self._most_overhead is None and not is_reserved_known(self.profile(value))):
+            return has_plan
         try:
-            return self.plan(value).prediction.overhead <= self._most_overhead
+            made = self.plan(value)
+            is_within = made.covered_bytes <= self.budget_bytes
+            return is_within and (self._most_overhead is None or made.prediction.overhead <= self._most_overhead)
         except InfeasibleError:
             return False
 

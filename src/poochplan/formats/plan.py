@@ -269,6 +269,16 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         """The sizes of the saved values with each decision."""
         return {one: [value.size_bytes for value in self.saved if value.decision == one] for one in Decision}
 
+    @property
+    def covered_bytes(self) -> int:
+        """Predicted bytes of what the budget covers."""
+        return self.prediction.covered_bytes(self.on)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of the budget that may be in use; beside them is what the allocator is predicted to take more."""
+        return self.budget_bytes - (self.covered_bytes - self.prediction.covered_bytes("allocated"))
+
     @cached_property
     def saved(self) -> tuple[PlannedValue, ...]:
         """The values that autograd saves: those that are no sources."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -70,6 +71,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         if expand is None:
             return None
         return self.reserved_peak_bytes if expand else self.unexpanded_peak_bytes
+
+    def covered_bytes(self, on: Literal["allocated", "reserved"]) -> int:
+        """Most bytes of what a budget covers, in the first step or a later one."""
+        used_bytes = max(self.peak_bytes, self.first_step_peak_bytes)
+        return self.reserved_peak_bytes or used_bytes if on == "reserved" else used_bytes
 
     @property
     def in_core_text(self) -> str:
