@@ -102,8 +102,9 @@ class FittingReserved(Fitting):
     def _taken(self, candidate: Candidate) -> tuple[int, int, Laid | None]:
         taken_bytes = covered_bytes(self._profile, self._problem, candidate, "reserved")
         with self._lock:
-            best = self._fewest
-            if best is None or (taken_bytes, candidate.simulation.step_s) < (best[0], best[1].simulation.step_s):
+            best, step_s = self._fewest, candidate.simulation.step_s
+            is_fewer = best is None or (taken_bytes, step_s) < (best[0], best[1].simulation.step_s)
+            if is_fewer and candidate.peak_bytes <= self._budget_bytes:
                 self._fewest = taken_bytes, candidate
         return taken_bytes, int(MARGIN * taken_bytes), None
 
