@@ -173,6 +173,7 @@ def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes:
     return Prediction(
         reserved_peak_bytes=reserved[0],
         unexpanded_peak_bytes=reserved[1],
+        expands=bool(profile.device.expands),
         live_peak_bytes=_live_peak(profile, best),
         memory=profile.memory,
         allocated_peak_bytes=_handed_out(profile, best) if profile.device.kind == "cuda" else None,

@@ -28,14 +28,20 @@ NO_MARGIN = f"its reserved bytes fit the budget with a margin of less than {MARG
 
 
 def is_reserved_known(profile: Profile) -> bool:
-    """Whether the step was measured on a GPU: what stays on live bytes has no allocator."""
-    return profile.device.kind == "cuda" and profile.memory is Memory.ALLOCATED and not profile.roofline
-
-
-def reserved_peak(profile: Profile, problem: Problem, schedule: Schedule, *, is_expandable: bool) -> int | None:
-    """Most reserved bytes of steps under ``schedule`` that begin with an empty cache and without the optimizer's state.
-    None if there are more than ``MOST_BLOCKS``.
+    """Whether the step was measured on a GPU, with an allocator whose rules the model has: what stays on live bytes has
+    none.
     """
+    is_measured = profile.device.kind == "cuda" and profile.memory is Memory.ALLOCATED and not profile.roofline
+    return is_measured and profile.device.expands is not None
+
+
+def reserved_peak(
+    profile: Profile, problem: Problem, schedule: Schedule, *, is_expandable: bool | None = None
+) -> int | None:
+    """Most reserved bytes of steps under ``schedule`` that begin with an empty cache and without the optimizer's state.
+    None if there are more than ``MOST_BLOCKS``. ``is_expandable``: by default as the profile's allocator is set.
+    """
+    is_expandable = bool(profile.device.expands) if is_expandable is None else is_expandable
     blocks = blocks_of(profile, problem, schedule)
     if len(blocks.of_step) > MOST_BLOCKS:
         return None
@@ -54,7 +60,7 @@ def reserved_peak(profile: Profile, problem: Problem, schedule: Schedule, *, is_
 
 def covered_bytes(profile: Profile, problem: Problem, candidate: Candidate, on: On) -> int:
     """Most bytes of what a budget covers, in the first step or a later one."""
-    found = None if on == "allocated" else reserved_peak(profile, problem, candidate.schedule, is_expandable=True)
+    found = None if on == "allocated" else reserved_peak(profile, problem, candidate.schedule)
     return candidate.peak_bytes if found is None else found
 
 
@@ -80,7 +86,7 @@ def in_core_bytes(profile: Profile, on: On | None = None) -> int:
     if budget_on(profile, on) == "allocated":
         return profile.in_core_peak_bytes
     problem = build_problem(profile)
-    return reserved_peak(profile, problem, keep_all(problem), is_expandable=True) or profile.in_core_peak_bytes
+    return reserved_peak(profile, problem, keep_all(problem)) or profile.in_core_peak_bytes
 
 
 def budget_bytes_of(profile: Profile, budget: str | int | float, on: On | None) -> int:
@@ -89,7 +95,7 @@ def budget_bytes_of(profile: Profile, budget: str | int | float, on: On | None) 
 
 
 class FittingReserved(Fitting):
-    """The same for reserved bytes, with expandable segments. State: the plan with the fewest of those looked at."""
+    """The same for reserved bytes. State: the plan with the fewest of those looked at."""
 
     unfit, no_room = NOT_WITHIN, NO_MARGIN
     dearest = math.inf

@@ -37,6 +37,7 @@ from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 from poochplan.profiler.capture.op_blocks import stray_values
 from poochplan.runtime.applying import model_signature
 from poochplan.runtime.compiled.inductor import why_none_deferred, written_replays
+from poochplan.runtime.devices.allocator import in_session
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.signatures import kernel_switches
 from poochplan.torch_private.tensor_internals import is_training
@@ -304,7 +305,13 @@ def this_machine(where: torch.device) -> Device:
     """The machine on which the step was measured."""
     if where.type == "cuda":
         facts = torch.cuda.get_device_properties(where)
-        return Device(kind="cuda", name=facts.name, memory_bytes=facts.total_memory, host_bytes=available_bytes())
+        return Device(
+            kind="cuda",
+            name=facts.name,
+            memory_bytes=facts.total_memory,
+            host_bytes=available_bytes(),
+            expands=in_session().expand,
+        )
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(
         kind="cpu",

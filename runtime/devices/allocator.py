@@ -27,16 +27,16 @@ class _Holders:
     def __init__(self) -> None:
         self._count, self._lock = 0, threading.Lock()
 
-    def join(self, found: Mapping[str, object]) -> bool:
-        """Whether the setting is this package's now: the user has made none, or open sessions have made this one."""
+    def is_set_by_user(self, found: Mapping[str, object]) -> bool:
+        """Whether the setting is another than that of open sessions."""
+        is_set = bool(found["PYTORCH_CUDA_ALLOC_CONF"] or found["expandable_segments"])
+        return is_set and not (self._count and _is_ours(found))
+
+    def join(self) -> None:
         with self._lock:
-            theirs = found["PYTORCH_CUDA_ALLOC_CONF"] or found["expandable_segments"]
-            if theirs and not (self._count and _is_ours(found)):
-                return False
             if not self._count:
                 set_allocator(OURS)
             self._count += 1
-            return True
 
     def leave(self) -> None:
         """As if nothing had been set, unless the user has set something since."""
@@ -75,22 +75,27 @@ def settled(device: ComputeDevice, cap_bytes: int | None) -> Iterator[Segments]:
         yield segments
 
 
+def in_session() -> Segments:
+    """How a session would take memory, or takes it, on a platform that has expandable segments."""
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native":
+        return Segments(None, f"{THEIRS.format(f'backend:{backend}')}; {UNKNOWN}")
+    found = allocator_settings()
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "expandable_segments", "max_split_size"} <= found.keys():
+        return Segments(None, "")  # an older torch does not tell them
+    return _as_set(found) if _HOLDERS.is_set_by_user(found) else Segments(True, EXPANDING)
+
+
 @contextlib.contextmanager
 def expanding(where: torch.device) -> Iterator[Segments]:
     """A block in which the allocator's segments expand, if it is torch's own and the user has not set it. Blocks of
     several sessions may overlap.
     """
-    backend = torch.cuda.get_allocator_backend()
-    if backend != "native":
-        yield Segments(None, f"{THEIRS.format(f'backend:{backend}')}; {UNKNOWN}")
+    segments = in_session()
+    if segments.line != EXPANDING:
+        yield segments
         return
-    found = allocator_settings()
-    if not {"PYTORCH_CUDA_ALLOC_CONF", "expandable_segments", "max_split_size"} <= found.keys():
-        yield Segments(None, "")  # an older torch does not tell them
-        return
-    if not _HOLDERS.join(found):
-        yield _as_set(found)
-        return
+    _HOLDERS.join()
     try:
         is_on = bool(allocator_settings()["expandable_segments"])  # not every platform has them
         yield Segments(is_on, EXPANDING if is_on else FIXED)

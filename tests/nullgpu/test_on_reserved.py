@@ -69,7 +69,7 @@ def _trained(plan: Plan, steps: int = 4, **options: object) -> tuple[poochplan.R
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     profile = CASE.profile()
-    return poochplan.plan(profile, _budget(profile, 0.5), time_limit_s=2)
+    return poochplan.plan(profile, _budget(profile, 0.5), time_limit_s=2, on="allocated")
 
 
 def test_segments_expand_within_a_session_and_not_after_it(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,6 +183,7 @@ def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
         "plan": str(path),
         "workload": plan.workload,
         "budget_bytes": plan.budget_bytes,
+        "on": plan.on,
         **prediction,
         "arena_within_budget": plan.holds_arena,
         "decisions": decision_data(plan),

@@ -302,7 +302,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
             return {}
         expanding, other = format_bytes(found.reserved_peak_bytes), format_bytes(found.unexpanded_peak_bytes)
         text = f"{expanding} with expandable segments, {other} without"
-        if self.on == "reserved" and found.reserved_peak_bytes > self.budget_bytes:
+        if self.on == "reserved" and self.covered_bytes > self.budget_bytes:
             text = f"{text}; ABOVE THE BUDGET"
         return {"predicted reserved": text}
 

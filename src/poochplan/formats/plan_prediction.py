@@ -32,6 +32,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     None on the CPU, for profiles of live bytes and rooflines, and in files that lack it."""
     unexpanded_peak_bytes: Bytes | None = None
     """The same without expandable segments."""
+    expands: bool = True
+    """Which of both a budget on reserved bytes covers: whether segments expand, as the allocator is set."""
     in_core_peak_bytes: Bytes
     in_core_step_s: Seconds
     """Seconds of the step by PyTorch alone. If that was not timed, the sum of the in-core step's ops."""
@@ -75,7 +77,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     def covered_bytes(self, on: Literal["allocated", "reserved"]) -> int:
         """Most bytes of what a budget covers, in the first step or a later one."""
         used_bytes = max(self.peak_bytes, self.first_step_peak_bytes)
-        return self.reserved_peak_bytes or used_bytes if on == "reserved" else used_bytes
+        return self.reserved_with(self.expands) or used_bytes if on == "reserved" else used_bytes
 
     @property
     def in_core_text(self) -> str:
