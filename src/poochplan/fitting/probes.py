@@ -60,12 +60,12 @@ class Probes:
 
     def in_core_peak(self, value: int) -> int | None:
         """Bytes of the in-core peak; None if the workload does not take the value."""
-        return None if self.has_plan(value) is None else self.profile(value).in_core_peak_bytes
+        return None if self.has_plan(value) is None else in_core_bytes(self.profile(value))
 
     def fits(self, value: int) -> bool | None:
         """Whether a plan was found that fits, and that is within the requested overhead."""
         has_plan = self.has_plan(value)
-        if not has_plan or (self._most_overhead is None and not is_reserved_known(self.profile(value))):
+        if not has_plan or not self.is_searched(value):
             return has_plan
         try:
             made = self.plan(value)
@@ -73,6 +73,10 @@ class Probes:
             return is_within and (self._most_overhead is None or made.prediction.overhead <= self._most_overhead)
         except InfeasibleError:
             return False
+
+    def is_searched(self, value: int) -> bool:
+        """Whether only a plan tells if the value fits: for a requested overhead, or for reserved bytes."""
+        return self._most_overhead is not None or is_reserved_known(self.profile(value))
 
     def _asked(self, value: int, question: Callable[[], bool]) -> bool | None:
         if self._exists is not None:
