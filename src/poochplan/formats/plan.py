@@ -231,13 +231,15 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     def rows(self) -> dict[str, str]:
         """The prediction and how it was found, in words."""
         promised, solve = self.prediction, self.solve
-        in_core_bytes, in_core_s = promised.in_core_peak_bytes, promised.in_core_step_s
+        in_core_bytes, in_core_s, whole = promised.in_core_peak_bytes, promised.in_core_step_s, "the in-core peak"
+        if self.on == "reserved" and promised.in_core_reserved_bytes:
+            in_core_bytes, whole = promised.in_core_reserved_bytes, "what the in-core step reserves"
         found = f"by {solve.policy}; bound by {solve.solver}; {solve.status} after {format_seconds(solve.wall_s)}"
         if solve.solver == "none":
             found = f"{solve.policy}, without a solver, in {format_seconds(solve.wall_s)}"
         rows = {
             "budget": f"{format_bytes(self.budget_bytes)} ({share_of_peak(self.budget_bytes, in_core_bytes):.0%} of "
-            f"the in-core peak, {format_bytes(in_core_bytes)})",
+            f"{whole}, {format_bytes(in_core_bytes)})",
             "budget is on": self.counted_text,
             "predicted peak": promised.peak_text,
             **self._reserved_rows(),

@@ -35,6 +35,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     expands: bool = True
     """Which of both a budget on reserved bytes covers: whether segments expand, as the allocator is set."""
     in_core_peak_bytes: Bytes
+    in_core_reserved_bytes: Bytes | None = None
+    """What the in-core step reserves, as the allocator is set; None where no budget covers it."""
     in_core_step_s: Seconds
     """Seconds of the step by PyTorch alone. If that was not timed, the sum of the in-core step's ops."""
     is_timed_alone: bool = False
