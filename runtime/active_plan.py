@@ -17,8 +17,6 @@ FIRST_STEPS = 2
 """The first step runs without the optimizer's state, the second with it. Later steps are like the second."""
 MOST_PLANS = 4
 """A kind of step whose steps took more memory, or get no arena, is planned anew at most this often."""
-RESERVED_PART = 16
-"""One part in so many of the reserved bytes that a plan leaves free may be kept beside a step."""
 _MOST_NAMED = 4
 
 
@@ -76,8 +74,8 @@ class ActivePlan:
         most_bytes = max(predicted.peak_bytes, predicted.first_step_peak_bytes, *self._most_bytes.values())
         if self.has_exceeded:
             return 0
-        if self.plan.on == "reserved":  # more in use, more holes
-            return max(0, self.plan.budget_bytes - max(most_bytes, self.plan.covered_bytes)) // RESERVED_PART
+        if self.plan.on == "reserved":
+            return max(0, self.plan.budget_bytes - max(most_bytes, self.plan.covered_bytes))
         return self.plan.budget_bytes - most_bytes
 
     def begins(self) -> None:

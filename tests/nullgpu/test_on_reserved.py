@@ -17,6 +17,7 @@ from poochplan.cli import main
 from poochplan.formats.plan import Plan
 from poochplan.planner.arena.caching_allocator import LARGE_SEGMENT_BYTES, CachingAllocator
 from poochplan.planner.arena.reserved import On, in_core_bytes
+from poochplan.runtime.engine.audit import RESULT_BYTES, SCRATCH_BYTES
 from poochplan.torch_private.cuda_internals import allocator_settings, set_allocator
 from tests.nullgpu.test_on_null_gpu import CASE, PLANNED_BY, WHERE, _budget
 from tests.runtime.nets import LINK
@@ -127,6 +128,9 @@ def test_by_default_a_budget_covers_reserved_bytes_and_a_share_is_one_of_them(tm
     assert report.memory.reserved_bytes <= plans[None].budget_bytes
     assert report.memory.retries == 0
     assert not said
+    most_bytes, found = SCRATCH_BYTES + RESULT_BYTES * 8, plans[None].prediction
+    assert report.total.audited_values > 0, "by checksums: a value beside may take the hole of a larger one"
+    assert (report.total.peak_bytes or 0) <= max(found.peak_bytes, found.first_step_peak_bytes) + most_bytes
     profile.save(tmp_path / "profile.json")
     files = [str(tmp_path / "profile.json"), "-o", str(tmp_path / "plan.json"), "--force"]
     for on, given in ((None, []), ("reserved", ["--on", "reserved"]), ("allocated", ["--on", "allocated"])):
