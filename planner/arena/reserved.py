@@ -19,8 +19,8 @@ from .step_layout import MOST_BLOCKS, Fitting, Laid, blocks_of
 
 On = Literal["allocated", "reserved"]
 MARGIN = 0.05
-"""Share of a plan's reserved bytes that should remain free in the budget. On the null GPU plans have reserved up to 4.4%
-more than predicted, for an op that takes several blocks counts as one (benchmarks/README.md)."""
+"""Share of a plan's reserved bytes that should remain free in the budget. On the null GPU plans have reserved up to
+4.4% more than predicted, for an op that takes several blocks counts as one (benchmarks/README.md)."""
 NOT_WITHIN = "no plan was found whose reserved bytes are within the budget: this one has the fewest of those looked at"
 ABOVE = "the policy knows bytes in use alone: what it reserves is above the budget"
 NO_MARGIN = f"its reserved bytes fit the budget with a margin of less than {MARGIN:.0%}"
