@@ -16,7 +16,15 @@ from poochplan.formats.profile import Link, Memory, Profile
 from poochplan.formats.profile_parts import LOSS_IS_HELD
 from poochplan.formats.queries import limits
 from poochplan.formats.sources import SOURCES, with_sources
-from poochplan.planner.arena.reserved import NOT_WITHIN, FittingReserved, On, budget_bytes_of, budget_on
+from poochplan.planner.arena.reserved import (
+    ABOVE,
+    NOT_WITHIN,
+    FittingReserved,
+    On,
+    budget_bytes_of,
+    budget_on,
+    covered_bytes,
+)
 from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, layout_of, smallest_arena
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.search.allowance import SearchCallback, SearchLimits
@@ -88,8 +96,9 @@ def plan(
     arena: whether the budget covers one arena for the step and everything outside it
         (``Plan.prediction.arena_peak_bytes``), instead of the peak alone. ``"auto"``: for a CPU profile of allocated
         bytes, and if such a plan is found; the plan's notes say if there is none.
-    on: ``"reserved"``: the budget covers the bytes that torch's allocator takes from a GPU, which ``nvidia-smi`` shows
-        beside the context, and a share is one of the in-core step's. ``"allocated"`` (the default): those in use.
+    on: what the budget covers. ``"reserved"``: the bytes that torch's allocator takes from a GPU, which ``nvidia-smi``
+        shows beside the context; a share is one of the in-core step's. It is the default for a profile measured on a
+        GPU. ``"allocated"``: those in use, the default for any other.
     without: what the plan may not hold in place of saved values: ``"sources"`` of larger copies.
 
     Warns, once in a process, if the compiled evaluator cannot be built. The plan's notes say if it was found without.
@@ -122,7 +131,7 @@ def plan(
     if host_budget is not None and policy == ILP:
         host_bytes = parse_bytes(host_budget, "host_budget", least=0) // ranks_per_host
     if policy != ILP:
-        found = _alone(policy, given)
+        found = _alone(policy, given, on)
     else:
         if threads is None:
             threads = 2 if evaluations is None else 1
@@ -260,8 +269,8 @@ def _within_reserved(given: PolicyInput, search: SearchLimits, watch: SearchCall
     return found
 
 
-def _alone(policy: str, given: PolicyInput) -> Optimum:
-    """The unchanged plan of one policy."""
+def _alone(policy: str, given: PolicyInput, on: On) -> Optimum:
+    """The unchanged plan of one policy, which knows bytes in use alone."""
     best = run_policy(policy, given)
     budget_bytes, in_core_peak_bytes = given.budget_bytes, given.profile.in_core_peak_bytes
     if best.peak_bytes > budget_bytes:
@@ -274,7 +283,8 @@ def _alone(policy: str, given: PolicyInput) -> Optimum:
             f"policy {ILP!r}, which has plans from {share_that_holds(smallest.peak_bytes, in_core_peak_bytes)} on",
             smallest_budget_bytes=smallest.peak_bytes,
         )
-    return Optimum(best, policy)
+    taken_bytes = covered_bytes(given.profile, given.problem, best, on)
+    return Optimum(best, policy, notes=(ABOVE,) if taken_bytes > budget_bytes else ())
 
 
 def share_that_holds(size_bytes: int, in_core_peak_bytes: int) -> str:

@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeAlias
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan, Prediction, SolveStatus
 from poochplan.formats.profile import Profile
+from poochplan.planner.arena.reserved import On, budget_on, covered_bytes, in_core_bytes
 from poochplan.planner.planning import ILP, plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, policy_names, run_policy
 from poochplan.planner.policies.registry import unknown_policy
@@ -63,7 +64,9 @@ class SweepPoint:
     feasible: bool
     """Whether the policy found a plan within the budget."""
     peak_bytes: int | None = None
-    """Most live bytes; without a plan, the least that the policy needs. None for a cell that failed."""
+    """Most live bytes; without a plan, the least that the policy needs of what budgets cover. None for a cell that
+    failed.
+    """
     step_s: float | None = None
     """This and all below are None without a plan."""
     overhead: float | None = None
@@ -106,6 +109,7 @@ class Solving:
     gap: float = 0.005
     arena: Literal["auto", "on", "off"] = "auto"
     """Another policy than the ILP has an arena if that of its plan happens to fit the budget."""
+    on: On | None = None
 
 
 def solve_cell(profile: Profile, solving: Solving, cell: Cell) -> SweepPoint:
@@ -129,13 +133,16 @@ def _point(cell: Cell, **facts: Any) -> SweepPoint:
 def _facts_of(profile: Profile, solving: Solving, policy: str, budget_bytes: int) -> dict[str, Any]:
     if policy != ILP:
         given = PolicyInput.of(profile, budget_bytes)
-        candidate = run_policy(policy, given)
-        if candidate.peak_bytes > budget_bytes:
-            return {"status": CellStatus.INFEASIBLE, "peak_bytes": candidate.peak_bytes}
+        candidate, on = run_policy(policy, given), budget_on(profile, solving.on)
+        taken_bytes = covered_bytes(profile, given.problem, candidate, on)
+        if taken_bytes > budget_bytes:
+            return {"status": CellStatus.INFEASIBLE, "peak_bytes": taken_bytes}
         found = Optimum(candidate, policy)
-        made = write_plan(given, found, 0.0, is_laid_out=solving.arena != "off")
+        made = write_plan(given, found, 0.0, is_laid_out=solving.arena != "off", on=on)
         return {"status": CellStatus.FITS, **_figures(made.prediction, "out_bytes", "in_bytes")}
     made = plan(profile, budget_bytes, threads=1, **asdict(solving))
+    if made.covered_bytes > budget_bytes:
+        return {"status": CellStatus.INFEASIBLE, "peak_bytes": made.covered_bytes}
     bound_s, in_core_s = made.solve.bound_s, made.prediction.in_core_step_s
     bound = bound_s / in_core_s - 1 if bound_s is not None and in_core_s > 0 else None
     proven = {"status": made.solve.status, "bound_overhead": bound, "gap": made.solve.gap}
@@ -303,9 +310,10 @@ def default_budgets(
     most_bytes: int | None = None,
     *,
     arena: Literal["auto", "on", "off"] = "auto",
+    on: On | None = None,
 ) -> tuple[int, ...]:
     """Evenly spaced budgets from the smallest that has a plan to the in-core peak, or to ``most_bytes`` if less."""
-    first, last = smallest_budget(profile, arena=arena), profile.in_core_peak_bytes
+    first, last = smallest_budget(profile, arena=arena), in_core_bytes(profile, on)
     last = max(first, last if most_bytes is None else min(last, most_bytes))
     steps = max(1, points - 1)
     return tuple(dict.fromkeys(first + (last - first) * index // steps for index in range(steps + 1)))
@@ -344,7 +352,7 @@ def compare_policies(profile: Profile, made: Plan) -> tuple[ComparisonRow, ...]:
 
     def row(policy: str, does: Prediction, wall_s: float) -> ComparisonRow:
         figures = _figures(does, "interference_s")
-        fits = figures["peak_bytes"] <= made.budget_bytes
+        fits = does.covered_bytes(made.on) <= made.budget_bytes
         return ComparisonRow(
             **figures,
             policy=policy,
@@ -359,6 +367,6 @@ def compare_policies(profile: Profile, made: Plan) -> tuple[ComparisonRow, ...]:
         started_s = time.perf_counter()
         found = Optimum(run_policy(name, given), name)
         wall_s = time.perf_counter() - started_s
-        written = write_plan(given, found, wall_s, is_laid_out=made.layout is not None)
+        written = write_plan(given, found, wall_s, is_laid_out=made.layout is not None, on=made.on)
         rows.append(row(name, written.prediction, wall_s))
     return tuple(sorted(rows, key=lambda row: (not row.fits, row.step_s if row.fits else row.peak_bytes)))

@@ -15,7 +15,7 @@ from poochplan.formats.profile import Memory, PointKind, Profile
 from poochplan.formats.profile_parts import host_aligned
 from poochplan.formats.sources import as_planned
 from poochplan.planner.arena.caching_allocator import SMALL_BYTES
-from poochplan.planner.arena.reserved import On, is_reserved_known, reserved_peak
+from poochplan.planner.arena.reserved import On, in_core_bytes, is_reserved_known, reserved_peak
 from poochplan.planner.arena.step_layout import Laid, layout_of
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.search.optimise import Optimum
@@ -173,10 +173,12 @@ def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes:
     return Prediction(
         reserved_peak_bytes=reserved[0],
         unexpanded_peak_bytes=reserved[1],
+        expands=bool(profile.device.expands),
         live_peak_bytes=_live_peak(profile, best),
         memory=profile.memory,
         allocated_peak_bytes=_handed_out(profile, best) if profile.device.kind == "cuda" else None,
         in_core_peak_bytes=profile.in_core_peak_bytes,
+        in_core_reserved_bytes=in_core_bytes(profile, "reserved") if is_reserved_known(profile) else None,
         in_core_step_s=problem.plain_s,
         is_timed_alone=profile.times.plain_step_s is not None,
         kept_step_s=problem.keep_all_s,

@@ -17,8 +17,6 @@ FIRST_STEPS = 2
 """The first step runs without the optimizer's state, the second with it. Later steps are like the second."""
 MOST_PLANS = 4
 """A kind of step whose steps took more memory, or get no arena, is planned anew at most this often."""
-RESERVED_PART = 16
-"""One part in so many of the reserved bytes that a plan leaves free may be kept beside a step."""
 _MOST_NAMED = 4
 
 
@@ -76,8 +74,8 @@ class ActivePlan:
         most_bytes = max(predicted.peak_bytes, predicted.first_step_peak_bytes, *self._most_bytes.values())
         if self.has_exceeded:
             return 0
-        if self.plan.on == "reserved" and predicted.reserved_peak_bytes is not None:  # more in use, more holes
-            return max(0, self.plan.budget_bytes - max(most_bytes, predicted.reserved_peak_bytes)) // RESERVED_PART
+        if self.plan.on == "reserved":
+            return max(0, self.plan.budget_bytes - max(most_bytes, self.plan.covered_bytes))
         return self.plan.budget_bytes - most_bytes
 
     def begins(self) -> None:
@@ -97,12 +95,12 @@ class ActivePlan:
         return not self.is_told and peak_bytes > self.plan.budget_bytes
 
     def reserved_above(self, reserved_bytes: int | None, expand: bool | None) -> int:
-        """Bytes by which a step has reserved more than the budget, or than the plan says if that is more (it
-        says so for segments that expand). 0 if the budget is on allocated bytes.
+        """Bytes by which a step has reserved more than the budget, or than the plan says if that is more. 0 if the
+        budget is on allocated bytes. ``expand``: whether segments do, for which the plan may not be made.
         """
         if self.plan.on != "reserved" or reserved_bytes is None or self.is_told:
             return 0
-        promised_bytes = self.plan.prediction.reserved_peak_bytes or 0 if expand else 0
+        promised_bytes = self.plan.covered_bytes if expand is self.plan.prediction.expands else 0
         return max(0, reserved_bytes - max(self.plan.budget_bytes, promised_bytes))
 
     def ended(self, peak_bytes: int | None, *, has_gradients: bool) -> None:

@@ -102,6 +102,10 @@ class BudgetKeeper:
         if self.is_on and self.limit_bytes and peak_bytes is not None and peak_bytes > self.limit_bytes:
             self._is_limit_due = not self._meter.is_certain
             self._tell_above(WITHOUT_PLAN_ABOVE, peak_bytes, self.limit_bytes)
+        elif self.is_on and self.limit_bytes and self._source.limits_reserved:
+            reserved_bytes = segment.report.reserved_bytes or 0
+            if reserved_bytes > self.limit_bytes:
+                self._tell_above(WITHOUT_PLAN_ABOVE, reserved_bytes, self.limit_bytes)
         if not self.is_on or plan is None or peak_bytes is None:
             return
         if not plan.is_over(peak_bytes):
@@ -139,7 +143,9 @@ class BudgetKeeper:
             more_bytes = max(MORE_ROOM, (promised_bytes or 0) - reserved_bytes)
         else:
             return
-        self._messages.warn(f"{text}; {self._what_now(plan, text, more_bytes, reserved_bytes, PLAN_AGAIN)}")
+        is_error = bool(plan.reserved_above(reserved_bytes, self.expand))  # a step that was only delayed is none
+        now = self._what_now(plan, text, more_bytes, reserved_bytes, PLAN_AGAIN, is_error=is_error)
+        self._messages.warn(f"{text}; {now}")
 
     def _tell_above(self, text: str, peak_bytes: int, budget_bytes: int, *, is_last: bool = False) -> None:
         """A step took more than its budget, for which no other plan is made: that is told once. ``is_last``: also if
@@ -157,13 +163,15 @@ class BudgetKeeper:
         more_bytes = max(1, peak_bytes - promised_bytes)
         self._messages.warn(f"{text}; {self._what_now(plan, text, more_bytes, peak_bytes, REMEDY)}")
 
-    def _what_now(self, plan: ActivePlan, text: str, more_bytes: int, peak_bytes: int, remedy: str) -> str:
+    def _what_now(
+        self, plan: ActivePlan, text: str, more_bytes: int, peak_bytes: int, remedy: str, *, is_error: bool = True
+    ) -> str:
         """What follows as the user wants it: another plan has room for ``more_bytes`` more, or an error is raised."""
         plan.has_exceeded = True
-        if self._on_over_budget is OverBudget.ERROR:
+        if is_error and self._on_over_budget is OverBudget.ERROR:
             raise BudgetExceededError(f"{text}; {remedy}", peak_bytes=peak_bytes)
         plan.is_told = True
-        if self._on_over_budget is OverBudget.WARN:
+        if self._on_over_budget is not OverBudget.REPLAN:
             return remedy
         return self._source.plan_again(plan, rounded_up(more_bytes))
 

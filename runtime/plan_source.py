@@ -71,6 +71,9 @@ class PlanSource:
         """What the open segment, which follows no plan, is to take at most; 0 if that does not matter."""
         return 0
 
+    limits_reserved = False
+    """Whether that limit is one of what the allocator takes from a GPU."""
+
     @property
     def plans(self) -> Mapping[Hashable, ActivePlan]:
         """The active plans, by kind of step."""

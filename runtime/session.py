@@ -390,9 +390,9 @@ class Session:
             self._check_gradients(segment, plan.plan)
 
     def _audit(self, plan: ActivePlan) -> None:
-        """Has values of the step that begins compared. What stays in an arena would displace other blocks."""
-        room_bytes = 0 if self._step_arena.is_possible else plan.room_bytes
-        scratch_bytes = room_bytes if self._is_metered else plan.free_bytes
+        """Has values of the step that begins compared. What stays displaces others, in arena and segments."""
+        room_bytes = 0 if self._step_arena.is_possible or plan.plan.on == "reserved" else plan.room_bytes
+        scratch_bytes = plan.room_bytes if self._is_metered else plan.free_bytes
         self._engine.audit.step_begins(plan.audited, room_bytes, scratch_bytes, plan.plan.prediction.step_s)
         if self._engine.audit.keeps_all:
             self._step_arena.stands_aside()

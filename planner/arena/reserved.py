@@ -19,22 +19,28 @@ from .step_layout import MOST_BLOCKS, Fitting, Laid, blocks_of
 
 On = Literal["allocated", "reserved"]
 MARGIN = 0.05
-"""Share of a plan's reserved bytes that should remain free in the budget. On the null GPU most plans have reserved up
-to 4.4% more than predicted, for an op that takes several blocks counts as one; some take far more, which is told as the
-step ends (benchmarks/pages/gpu.md)."""
+"""Share of a plan's reserved bytes that should remain free in the budget. On the null GPU plans have reserved up to
+4.4% more than predicted, for an op that takes several blocks counts as one (benchmarks/pages/gpu.md)."""
 NOT_WITHIN = "no plan was found whose reserved bytes are within the budget: this one has the fewest of those looked at"
+ABOVE = "the policy knows bytes in use alone: what it reserves is above the budget"
 NO_MARGIN = f"its reserved bytes fit the budget with a margin of less than {MARGIN:.0%}"
 
 
 def is_reserved_known(profile: Profile) -> bool:
-    """Whether the step was measured on a GPU: what stays on live bytes has no allocator."""
-    return profile.device.kind == "cuda" and profile.memory is Memory.ALLOCATED and not profile.roofline
-
-
-def reserved_peak(profile: Profile, problem: Problem, schedule: Schedule, *, is_expandable: bool) -> int | None:
-    """Most reserved bytes of steps under ``schedule`` that begin with an empty cache and without the optimizer's state.
-    None if there are more than ``MOST_BLOCKS``.
+    """Whether the step was measured on a GPU, with an allocator whose rules the model has: what stays on live bytes has
+    none.
     """
+    is_measured = profile.device.kind == "cuda" and profile.memory is Memory.ALLOCATED and not profile.roofline
+    return is_measured and profile.device.expands is not None
+
+
+def reserved_peak(
+    profile: Profile, problem: Problem, schedule: Schedule, *, is_expandable: bool | None = None
+) -> int | None:
+    """Most reserved bytes of steps under ``schedule`` that begin with an empty cache and without the optimizer's state.
+    None if there are more than ``MOST_BLOCKS``. ``is_expandable``: by default as the profile's allocator is set.
+    """
+    is_expandable = bool(profile.device.expands) if is_expandable is None else is_expandable
     blocks = blocks_of(profile, problem, schedule)
     if len(blocks.of_step) > MOST_BLOCKS:
         return None
@@ -51,6 +57,17 @@ def reserved_peak(profile: Profile, problem: Problem, schedule: Schedule, *, is_
     return peak.reserved_bytes
 
 
+def covered_bytes(profile: Profile, problem: Problem, candidate: Candidate, on: On) -> int:
+    """Most bytes of what a budget covers, in the first step or a later one."""
+    found = None if on == "allocated" else reserved_peak(profile, problem, candidate.schedule)
+    return candidate.peak_bytes if found is None else found
+
+
+def covers_reserved(on: On | None, *, is_known: bool) -> bool:
+    """Whether a budget covers reserved bytes: by default where they are known, as in steps on a GPU."""
+    return on == "reserved" or (on is None and is_known)
+
+
 def budget_on(profile: Profile, on: On | None) -> On:
     """What a budget covers; raises ``UsageError`` if that is not known of the profile."""
     if on not in (None, "allocated", "reserved"):
@@ -60,20 +77,24 @@ def budget_on(profile: Profile, on: On | None) -> On:
             f'on: expected "allocated" for a profile of {profile.memory} bytes on {profile.device.kind}, where no '
             'allocator reserves any, found "reserved"; leave it out, or profile on a GPU'
         )
-    return on or "allocated"
+    return "reserved" if covers_reserved(on, is_known=is_reserved_known(profile)) else "allocated"
+
+
+def in_core_bytes(profile: Profile, on: On | None = None) -> int:
+    """The in-core peak of what a budget covers, of which shares are."""
+    if budget_on(profile, on) == "allocated":
+        return profile.in_core_peak_bytes
+    problem = build_problem(profile)
+    return reserved_peak(profile, problem, keep_all(problem)) or profile.in_core_peak_bytes
 
 
 def budget_bytes_of(profile: Profile, budget: str | int | float, on: On | None) -> int:
     """Bytes of a budget: a share is one of the in-core peak of what it covers."""
-    whole_bytes = profile.in_core_peak_bytes
-    if budget_on(profile, on) == "reserved":
-        problem = build_problem(profile)
-        whole_bytes = reserved_peak(profile, problem, keep_all(problem), is_expandable=True) or whole_bytes
-    return parse_budget(budget, whole_bytes)
+    return parse_budget(budget, in_core_bytes(profile, on))
 
 
 class FittingReserved(Fitting):
-    """The same for reserved bytes, with expandable segments. State: the plan with the fewest of those looked at."""
+    """The same for reserved bytes. State: the plan with the fewest of those looked at."""
 
     unfit, no_room = NOT_WITHIN, NO_MARGIN
     dearest = math.inf
@@ -84,14 +105,15 @@ class FittingReserved(Fitting):
         self._fewest: tuple[int, Candidate] | None = None
 
     def _taken(self, candidate: Candidate) -> tuple[int, int, Laid | None]:
-        found = reserved_peak(self._profile, self._problem, candidate.schedule, is_expandable=True)
-        taken_bytes = candidate.peak_bytes if found is None else found
+        taken_bytes = covered_bytes(self._profile, self._problem, candidate, "reserved")
         with self._lock:
-            if self._fewest is None or taken_bytes < self._fewest[0]:
+            best, step_s = self._fewest, candidate.simulation.step_s
+            is_fewer = best is None or (taken_bytes, step_s) < (best[0], best[1].simulation.step_s)
+            if is_fewer and candidate.peak_bytes <= self._budget_bytes:
                 self._fewest = taken_bytes, candidate
         return taken_bytes, int(MARGIN * taken_bytes), None
 
     @property
     def fewest(self) -> Candidate | None:
-        """The plan with the fewest reserved bytes."""
+        """The plan with the fewest reserved bytes; of several, the one with the shortest step."""
         return None if self._fewest is None else self._fewest[1]

@@ -37,6 +37,7 @@ from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 from poochplan.profiler.capture.op_blocks import stray_values
 from poochplan.runtime.applying import model_signature
 from poochplan.runtime.compiled.inductor import why_none_deferred, written_replays
+from poochplan.runtime.devices.allocator import in_session
 from poochplan.runtime.devices.backend import backend_of
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.signatures import kernel_switches
@@ -306,7 +307,11 @@ def this_machine(where: torch.device) -> Device:
     if where.type != "cpu":
         there = backend_of(where)
         return Device(
-            kind=where.type, name=there.name(), memory_bytes=there.total_bytes(), host_bytes=available_bytes()
+            kind=where.type,
+            name=there.name(),
+            memory_bytes=there.total_bytes(),
+            host_bytes=available_bytes(),
+            expands=where.type != "cuda" or in_session().expand,
         )
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(

@@ -175,7 +175,7 @@ class Growth:
         """Bytes live when a segment begins, and not when it was profiled; 0 if the plan fits its budget with them."""
         there = (value for value in profile.values if value.born < 0 and value.born_tick is None)
         there_bytes = sum(rounded_up(value.size_bytes) for value in there)
-        spare_bytes = plan.budget_bytes - plan.prediction.peak_bytes
+        spare_bytes = max(0, plan.budget_bytes - max(plan.prediction.peak_bytes, plan.covered_bytes))
         now_bytes = census_bytes(device_type, there_bytes + spare_bytes)
         self.saw(number, now_bytes)
         more_bytes = now_bytes - there_bytes

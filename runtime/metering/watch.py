@@ -95,7 +95,7 @@ class Watch:
         self._last_bytes = peak_bytes = peak_bytes or 0
         if peak_bytes > self._peak_bytes:
             self._peak_bytes = peak_bytes
-        is_above = peak_bytes > self._most_bytes
+        is_above = peak_bytes > self._most_bytes or (not self._to_learn and self._device.step_retries() > 0)
         if self._to_learn and peak_bytes:
             self._to_learn -= 1
             self._most_bytes = GROWS * peak_bytes if is_above else self._most_bytes

@@ -9,9 +9,9 @@ import torch
 
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.plan_set import PlanSet
+from poochplan.planner.arena.reserved import On, budget_bytes_of
 from poochplan.planner.planning import plan
 from poochplan.profiler.profiling import profile
-from poochplan.units import parse_budget
 
 
 def plan_set(
@@ -23,6 +23,7 @@ def plan_set(
     optimizer: torch.optim.Optimizer | None = None,
     time_limit_s: float = 20.0,
     evaluations: int | None = None,
+    on: On | None = None,
     **options: Any,
 ) -> PlanSet:
     """Plans for steps of several shapes: with :func:`poochplan.apply` each step follows the plan for its inputs.
@@ -36,7 +37,7 @@ def plan_set(
     shapes: arguments for ``step_for``: batch sizes, lengths, tuples.
     model, optimizer: as for :func:`poochplan.profile`, which also takes ``options``. The link is measured once.
     budget: one for all shapes. A share such as ``"60%"`` is relative to the largest in-core peak.
-    time_limit_s, evaluations: for each plan, as for :func:`poochplan.plan`.
+    time_limit_s, evaluations, on: for each plan, as for :func:`poochplan.plan`.
 
     Raises
     ------
@@ -58,12 +59,11 @@ def plan_set(
             )
         profiles.append(profile(step, model=model, optimizer=optimizer, **options))
         options = {"link": profiles[0].link} | options
-    largest_bytes = max(one.in_core_peak_bytes for one in profiles)
-    budget_bytes = parse_budget(budget, largest_bytes)
+    budget_bytes = max(budget_bytes_of(one, budget, on) for one in profiles)
     plans = []
     for shape, one in zip(asked, profiles, strict=True):
         try:
-            plans.append(plan(one, budget_bytes, time_limit_s=time_limit_s, evaluations=evaluations))
+            plans.append(plan(one, budget_bytes, time_limit_s=time_limit_s, evaluations=evaluations, on=on))
         except InfeasibleError as error:
             raise InfeasibleError(
                 f"shape {shape!r}: {error}", smallest_budget_bytes=error.smallest_budget_bytes

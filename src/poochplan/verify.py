@@ -374,6 +374,8 @@ def run_record(
         host=host,
         in_core_peak_bytes=prediction.in_core_peak_bytes,
         budget_bytes=plan.budget_bytes,
+        on=plan.on,
+        promised_bytes=plan.covered_bytes,
         predicted_peak_bytes=max(prediction.peak_bytes, prediction.first_step_peak_bytes),
         measured_peak_bytes=max((step.peak_bytes for step in steps if step.peak_bytes is not None), default=None),
         in_core_step_s=in_core_s or prediction.in_core_step_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
 from poochplan.planner.planning import smallest_budget
+from poochplan.runtime.devices.allocator import EXPANDING, THEIRS, expanding
 from poochplan.runtime.devices.cuda import CudaDevice
 from poochplan.runtime.devices.high_water import HighWater
 from poochplan.runtime.engine.audit import RESULT_BYTES, SCRATCH_BYTES
@@ -48,7 +50,7 @@ def test_a_plan_is_kept_whatever_the_allocator_and_what_it_hands_out_is_as_predi
     profile = CASE.new_profile()  # as this allocator has it
     smallest = smallest_budget(profile)
     budget_bytes = smallest + (profile.in_core_peak_bytes - smallest) // 4
-    plan = poochplan.plan(profile, budget_bytes, time_limit_s=5, evaluations=100)
+    plan = poochplan.plan(profile, budget_bytes, time_limit_s=5, evaluations=100, on="allocated")
     followed(CASE, plan, 3, wanted=train(CASE, 3)[0])
     report = _alone(CASE, plan, 3, on_audit="off")
     assert report.last_step.out_bytes + report.last_step.replayed_values > 0
@@ -88,6 +90,22 @@ def test_a_report_says_how_often_the_allocator_had_to_give_back_its_cache(gpu: M
     assert report.memory is not None
     assert report.memory.retries == 1
     assert "caches emptied" in str(report)
+
+
+@pytest.mark.parametrize("theirs", ["", "max_split_size_mb:64"])
+def test_the_last_of_several_sessions_to_end_undoes_its_setting_and_no_other(gpu: Machine, theirs: str) -> None:
+    """Of those that a user has made meanwhile, none is undone."""
+    first, second = ExitStack(), ExitStack()
+    with second:
+        with first:
+            lines = [session.enter_context(expanding(WHERE)).line for session in (first, second)]
+        assert lines == [EXPANDING, EXPANDING]
+        assert gpu.memory.settings == "expandable_segments:True"
+        if theirs:
+            gpu.memory.set(theirs)
+        with expanding(WHERE) as third:
+            assert third.line.startswith(THEIRS.format(theirs) if theirs else EXPANDING)
+    assert gpu.memory.settings == theirs
 
 
 @pytest.mark.parametrize("of", [torch.cuda, torch.accelerator], ids=["cuda", "accelerator"])

@@ -88,6 +88,7 @@ def trained(session_of: SessionOf) -> list[list[float]]:
 
 def under_auto(folder: Path, told: list[Session]) -> SessionOf:
     options: dict[str, Any] = {"link": LINK, "time_limit_s": 0.5, "on_over_budget": "warn", "quiet": True}
+    options["on"] = "allocated"  # so small a network reserves one page, whatever is planned
 
     def session_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Session:
         told.append(poochplan.auto(model, optimizer, budget="70%", cache=folder, **options))

@@ -69,7 +69,7 @@ def test_the_metered_peak_is_within_the_plans_and_the_allocators_is_reported(nam
     smallest = smallest_budget(profile)
     for share in (0.1, 0.5)[: tries(1, 2)]:
         budget = int(smallest + share * (profile.in_core_peak_bytes - smallest))
-        plan = poochplan.plan(profile, budget, time_limit_s=5, evaluations=tries(200, 20_000))
+        plan = poochplan.plan(profile, budget, time_limit_s=5, evaluations=tries(200, 20_000), on="allocated")
         assert plan.prediction.peak_bytes <= budget
         assert max(metered_peaks(case, plan)) <= plan.prediction.peak_bytes
         _, report = train(case, 3, plan)

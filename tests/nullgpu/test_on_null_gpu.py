@@ -90,7 +90,7 @@ def _turns(training: Any, paths: Any, turned: Any = lambda number: None, since: 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_sixty_steps_under_a_plan_peak_where_it_says(share: float, paths: Any) -> None:
     profile = CASE.profile()
-    plan = poochplan.plan(profile, _budget(profile, share), time_limit_s=2)
+    plan = poochplan.plan(profile, _budget(profile, share), time_limit_s=2, on="allocated")
     decisions = {value.decision for value in plan.values}
     assert decisions - {Decision.KEEP}
     training = CASE.fresh()
@@ -108,7 +108,7 @@ def test_sixty_steps_under_auto_stay_within_its_budget_once_they_are_planned(pat
     profile, training = CASE.profile(), CASE.fresh()
     model, _, optimizer = training
     budget = _budget(profile, 0.5)
-    options: dict[str, Any] = {"cache": tmp_path, "link": LINK, "time_limit_s": 0.5, "quiet": True}
+    options: dict[str, Any] = {"cache": tmp_path, "link": LINK, "time_limit_s": 0.5, "quiet": True, "on": "allocated"}
     with poochplan.auto(model, optimizer, budget=budget, **options) as session:
 
         def turned(number: int) -> None:
@@ -123,7 +123,7 @@ def test_sixty_steps_under_auto_stay_within_its_budget_once_they_are_planned(pat
 
 def test_the_audit_compares_on_the_device_and_finds_nothing_where_nothing_differs() -> None:
     profile, training = CASE.profile(), CASE.fresh()
-    plan = poochplan.plan(profile, _budget(profile, 0.5), time_limit_s=2)
+    plan = poochplan.plan(profile, _budget(profile, 0.5), time_limit_s=2, on="allocated")
     with poochplan.apply(plan, training[0], on_audit="error") as session:
         _turns(training, PATHS[:1])
         assert session.report().steps_followed == STEPS
@@ -132,7 +132,7 @@ def test_the_audit_compares_on_the_device_and_finds_nothing_where_nothing_differ
 def test_a_session_that_rests_reads_its_peaks_and_wakes_for_a_larger_one(tmp_path: Path) -> None:
     profile, training = CASE.profile(), CASE.fresh()
     model, step, optimizer = training
-    options: dict[str, Any] = {"cache": tmp_path, "link": LINK, "time_limit_s": 0.5, "quiet": True}
+    options: dict[str, Any] = {"cache": tmp_path, "link": LINK, "time_limit_s": 0.5, "quiet": True, "on": "allocated"}
     budget = profile.in_core_peak_bytes + 8 * MIB
     with poochplan.auto(model, optimizer, budget=budget, on_over_budget="warn", **options) as session:
         _turns(training, PATHS[:1], lambda number: session.wait_until_planned(60) if number == PLANNED_BY else None)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 import poochplan
+from poochplan.cli import main
 from poochplan.formats.plan import Plan
 from poochplan.planner.arena.caching_allocator import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, CachingAllocator
+from poochplan.planner.arena.reserved import On, in_core_bytes
+from poochplan.runtime.engine.audit import RESULT_BYTES, SCRATCH_BYTES
 from poochplan.torch_private.cuda_internals import allocator_settings, set_allocator
-from tests.nullgpu.test_on_null_gpu import CASE, WHERE, _budget
+from tests.nullgpu.test_on_null_gpu import CASE, PLANNED_BY, WHERE, _budget
+from tests.runtime.nets import LINK
 
 MIB = 1 << 20
 OTHER_ORDER_BYTES = SMALL_SEGMENT_BYTES if torch.__version__.startswith("2.12.") else 0
@@ -56,12 +62,15 @@ def _set() -> tuple[str, bool]:
     return found["PYTORCH_CUDA_ALLOC_CONF"], found["expandable_segments"]
 
 
-def _trained(plan: Plan, steps: int = 4, **options: object) -> tuple[poochplan.Report, list[str]]:
+def _trained(
+    plan: Plan, steps: int = 4, between: Callable[[int], None] = lambda number: None, **options: object
+) -> tuple[poochplan.Report, list[str]]:
     model, step, optimizer = CASE.fresh()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with poochplan.apply(plan, model, **options) as session:  # type: ignore[arg-type]
-            for _ in range(steps):
+            for number in range(steps):
+                between(number)
                 optimizer.zero_grad(set_to_none=True)
                 step().backward()
                 optimizer.step()
@@ -72,7 +81,7 @@ def _trained(plan: Plan, steps: int = 4, **options: object) -> tuple[poochplan.R
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     profile = CASE.profile()
-    return poochplan.plan(profile, _budget(profile, 0.5), time_limit_s=2)
+    return poochplan.plan(profile, _budget(profile, 0.5), time_limit_s=2, on="allocated")
 
 
 def test_segments_expand_within_a_session_and_not_after_it(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +115,77 @@ def test_a_plan_says_what_is_reserved(plan: Plan, segments: bool) -> None:
     assert report.memory.reserved_bytes == pytest.approx(report.predicted_reserved_bytes, abs=LARGE_SEGMENT_BYTES)
     assert "predicted reserved" in str(report)
     assert "predicted reserved" in plan.rows()
+
+
+def test_by_default_a_budget_covers_reserved_bytes_and_a_share_is_one_of_them(tmp_path: Path) -> None:
+    profile = CASE.profile()
+    plans = {on: poochplan.plan(profile, "80%", time_limit_s=1, on=on) for on in (None, "reserved", "allocated")}
+    assert [plans[on].on for on in plans] == ["reserved", "reserved", "allocated"]
+    assert plans[None].budget_bytes == plans["reserved"].budget_bytes
+    assert plans["allocated"].budget_bytes == 8 * profile.in_core_peak_bytes // 10
+    in_core = poochplan.plan(profile, 1 << 40).prediction.reserved_peak_bytes
+    assert in_core is not None
+    assert plans[None].budget_bytes == 8 * in_core // 10
+    report, said = _trained(plans[None], steps=8)
+    assert report.memory is not None
+    assert report.memory.reserved_bytes <= plans[None].budget_bytes
+    assert report.memory.retries == 0
+    assert not said
+    most_bytes, found = SCRATCH_BYTES + RESULT_BYTES * 8, plans[None].prediction
+    assert report.total.audited_values > 0, "by checksums: a value beside may take the hole of a larger one"
+    assert (report.total.peak_bytes or 0) <= max(found.peak_bytes, found.first_step_peak_bytes) + most_bytes
+    profile.save(tmp_path / "profile.json")
+    files = [str(tmp_path / "profile.json"), "-o", str(tmp_path / "plan.json"), "--force"]
+    for on, given in ((None, []), ("reserved", ["--on", "reserved"]), ("allocated", ["--on", "allocated"])):
+        assert main(["plan", *files, "--budget", "80%", "--time-limit", "1", *given]) == 0
+        found = Plan.load(tmp_path / "plan.json")
+        assert (found.on, found.budget_bytes) == (plans[on].on, plans[on].budget_bytes)
+
+
+@pytest.mark.parametrize("on", [None, "allocated"])
+def test_auto_keeps_to_reserved_bytes_unless_it_is_told_otherwise(on: On | None, tmp_path: Path) -> None:
+    model, step, optimizer = CASE.fresh()
+    options: dict[str, Any] = {"cache": tmp_path, "link": LINK, "time_limit_s": 0.5, "quiet": True}
+    budget_bytes = 9 * in_core_bytes(CASE.profile(), on) // 10
+    with poochplan.auto(model, optimizer, budget=budget_bytes, on=on, **options) as session:
+        for number in range(PLANNED_BY + 8):
+            optimizer.zero_grad(set_to_none=True)
+            step().backward()
+            optimizer.step()
+            if number == PLANNED_BY:
+                session.wait_until_planned(60)
+        last = session.last
+        assert session.plan is not None
+        assert session.profile is not None
+        assert session.plan.on == (on or "reserved")
+        assert session.plan.budget_bytes == budget_bytes
+        assert last.reserved_bytes is not None
+        assert last.peak_bytes is not None
+        assert (last.reserved_bytes if on is None else last.peak_bytes) <= session.plan.budget_bytes
+
+
+def test_a_step_for_which_the_cache_was_emptied_is_told_and_planned_again_with_less() -> None:
+    """What another stream has cached is in the way of a user's own cap."""
+    profile = CASE.profile()
+    plan = poochplan.plan(profile, "150%", time_limit_s=1)
+    torch.cuda.empty_cache()
+    cap_bytes = plan.budget_bytes - 2 * LARGE_SEGMENT_BYTES
+
+    def between(number: int) -> None:
+        if number == 2:
+            torch.cuda.empty_cache()
+            with torch.cuda.stream(torch.cuda.Stream(WHERE)):
+                torch.empty(cap_bytes - torch.cuda.memory_reserved(WHERE) - MIB, dtype=torch.uint8, device=WHERE)
+
+    options: dict[str, Any] = {"profile": profile, "cap_bytes": cap_bytes, "on_over_budget": "replan"}
+    report, said = _trained(plan, 8, between, **options)
+    told = [one for one in said if "its allocator emptied its cache and tried again" in one]
+    assert told == said
+    assert len(told) == 1
+    assert "steps follow a plan that has room for" in told[0]
+    assert report.memory is not None
+    assert report.memory.retries > 0
+    assert report.budget_bytes == plan.budget_bytes
 
 
 def test_an_excess_of_reserved_bytes_is_told_once_and_planned_again(plan: Plan) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from poochplan.errors import BudgetExceededError, GapError, InfeasibleError, UsageError
 from poochplan.formats.profile import Profile
-from poochplan.planner.arena.reserved import On, budget_bytes_of
+from poochplan.planner.arena.reserved import budget_bytes_of
 from poochplan.planner.planning import smallest_budget
 from poochplan.units import format_bytes, parse_bytes, parse_rate
 
@@ -41,6 +41,9 @@ PROFILE: file that pooch profile wrote
 <arena>
 --arena auto|on|off =auto: whether the budget covers one arena for the step and everything outside it, instead of the
   peak alone (default: auto, which is on for a CPU profile that was taken with the compiled allocator)
+<on>
+--on allocated|reserved: what budgets cover, and shares are of: bytes in use, or all that torch's allocator takes from
+  the GPU, as nvidia-smi shows beside the context (default: reserved for a profile measured on a GPU, else allocated)
 <machine>
 [another machine: plan for a machine that was not measured; the times of such a plan are estimates]
 --link LINK: pcie3, pcie4, pcie5, nvlink1, nvlink2, nvlink-c2c, measured, a rate such as 12GB/s, or two, out,in
@@ -128,11 +131,9 @@ def memory_budget(options: argparse.Namespace) -> int | None:
     return memory_bytes - margin_bytes
 
 
-def parse_budget_within(
-    text: str, profile: Profile, options: argparse.Namespace, what: str = "--budget", on: On = "allocated"
-) -> int:
-    """Bytes of a budget on that. Raises ``UsageError`` if it is invalid, or exceeds :func:`memory_budget`."""
-    budget_bytes = budget_bytes_of(profile, text, on)
+def parse_budget_within(text: str, profile: Profile, options: argparse.Namespace, what: str = "--budget") -> int:
+    """Bytes of a budget. Raises ``UsageError`` if it is invalid, or exceeds :func:`memory_budget`."""
+    budget_bytes = budget_bytes_of(profile, text, options.on)
     most_bytes = memory_budget(options)
     if most_bytes is not None and budget_bytes > most_bytes:
         raise UsageError(

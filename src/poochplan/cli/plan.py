@@ -44,8 +44,7 @@ Exit code 4: the plan was written, but its gap is above --max-gap, or Ctrl-C end
 <profile>
 --budget SIZE: 60% or 0.6 of the in-core peak, 8GiB, 800MB, or bytes (default: what --device-memory leaves)
 | --min: plan for the smallest budget that has a plan
---on allocated|reserved =allocated: what the budget covers, and shares are of: bytes in use, or, for a profile measured
-  on a GPU, all that torch's allocator takes from it (default: {})
+<on>
 -o, --output >FILE: plan to write (default: PROFILE's name, .plan.json)
 <solver>
 <time limit>
@@ -92,7 +91,7 @@ pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --j
         if options.min:
             budget_bytes = smallest_within_memory(profile, options)
         elif options.budget is not None:
-            budget_bytes = parse_budget_within(options.budget, profile, options, on=options.on)
+            budget_bytes = parse_budget_within(options.budget, profile, options)
         assert budget_bytes is not None, "one of the three is given"
         made = self._made(profile, budget_bytes)
         made.save(path, force=options.force)
@@ -184,6 +183,7 @@ def plan_data(plan: Plan, path: Path) -> dict[str, Any]:
         "plan": str(path),
         "workload": plan.workload,
         "budget_bytes": plan.budget_bytes,
+        "on": plan.on,
         **prediction,
         "arena_within_budget": plan.holds_arena,
         "decisions": decision_data(plan),
@@ -223,6 +223,7 @@ writes the finished rows. Runs on any machine.
 <time limit>
 <gaps>
 --processes N: plans made at a time (default: one per core)
+<on>
 <arena>
 <machine>
 
@@ -265,14 +266,15 @@ pooch sweep profile.json --points 12 --link pcie3 --compute-scale 0.1 --png pcie
             named = {parse_budget_within(text, profile, options, "--budgets") for text in options.budgets}
             return smallest_budget(profile, arena=options.arena), tuple(sorted(named))
         smallest = smallest_within_memory(profile, options)
-        return smallest, default_budgets(profile, options.points, memory_budget(options), arena=options.arena)
+        most_bytes = memory_budget(options)
+        return smallest, default_budgets(profile, options.points, most_bytes, **self.given("arena", "on"))
 
     def _sweep(
         self, profile: Profile, budgets: tuple[int, ...], policies: tuple[str, ...], finished: list[SweepPoint]
     ) -> None:
         """Fills ``finished``; an interrupted sweep has the cells that are in it."""
         options = self.options
-        solving = Solving(time_limit_s=options.time_limit, **self.given("solver", "gap", "arena"))
+        solving = Solving(time_limit_s=options.time_limit, **self.given("solver", "gap", "arena", "on"))
         with self.progress(f"{len(policies)} policies within {len(budgets)} budgets") as say:
 
             def note(point: SweepPoint, done: int, total: int) -> None:

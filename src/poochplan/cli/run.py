@@ -334,7 +334,7 @@ def _problem_of(run: RunRecord) -> PoochError | None:
             f"not bitwise equal to in-core: {run.difference}; "
             "please report this with the plan, and train in-core meanwhile"
         )
-    peak_bytes = run.measured_peak_bytes
+    peak_bytes = run.reserved_peak_bytes if run.on == "reserved" else run.measured_peak_bytes
     if run.is_over and peak_bytes is not None:
         why = "; a step left the plan" if run.fallbacks else ""
         remedy = "profile the step as it is trained and plan again, or plan with a smaller budget"

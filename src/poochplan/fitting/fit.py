@@ -195,7 +195,7 @@ class _Search:
         if found.value is None:
             raise self._infeasible(found)
         self.in_core = self._largest(Probes.in_core, Probes.in_core_peak, found.value, 1).value
-        if self.most_overhead is not None:
+        if self.judge.is_searched(found.value):
             first = min(self.in_core or self.start, found.value)
             found = largest(self.judge.fits, first, self.low, found.value)
             if found.value is None:
@@ -229,7 +229,14 @@ class _Search:
         smallest = found.following if found.following is not None else self.start
         name, peak_bytes = f"{self.family.parameter} {smallest}", probes.least_bytes(smallest)
         budget = f"{probes.budget_bytes} bytes ({format_bytes(probes.budget_bytes)})"
-        if peak_bytes <= probes.budget_bytes:
+        if peak_bytes <= probes.budget_bytes < probes.plan(smallest).covered_bytes:
+            least_bytes = probes.plan(smallest).covered_bytes
+            return InfeasibleError(
+                f"no {name} was found within {budget} of reserved bytes: the fewest that were found are {least_bytes} "
+                f"bytes ({format_bytes(least_bytes)}); name more memory, or make the workload smaller elsewhere",
+                smallest_budget_bytes=least_bytes,
+            )
+        if peak_bytes <= probes.budget_bytes and self.most_overhead is not None:
             least = probes.plan(smallest).prediction.overhead
             return InfeasibleError(
                 f"no {self.family.parameter} has a plan within {budget} at an overhead of at most "

@@ -10,6 +10,7 @@ from typing import Any
 from poochplan.errors import InfeasibleError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
+from poochplan.planner.arena.reserved import in_core_bytes, is_reserved_known
 from poochplan.planner.planning import plan, smallest_budget
 
 from .family import Family
@@ -47,7 +48,7 @@ class Probes:
 
     def in_core(self, value: int) -> bool | None:
         """Whether the value fits with everything kept; None if the workload does not take it."""
-        return self._asked(value, lambda: self.profile(value).in_core_peak_bytes <= self.budget_bytes)
+        return self._asked(value, lambda: in_core_bytes(self.profile(value)) <= self.budget_bytes)
 
     def has_plan(self, value: int) -> bool | None:
         """Whether some plan of the value fits, at any overhead."""
@@ -59,16 +60,23 @@ class Probes:
 
     def in_core_peak(self, value: int) -> int | None:
         """Bytes of the in-core peak; None if the workload does not take the value."""
-        return None if self.has_plan(value) is None else self.profile(value).in_core_peak_bytes
+        return None if self.has_plan(value) is None else in_core_bytes(self.profile(value))
 
     def fits(self, value: int) -> bool | None:
         """Whether a plan was found that fits, and that is within the requested overhead."""
-        if self._most_overhead is None or not self.has_plan(value):
-            return self.has_plan(value)
+        has_plan = self.has_plan(value)
+        if not has_plan or not self.is_searched(value):
+            return has_plan
         try:
-            return self.plan(value).prediction.overhead <= self._most_overhead
+            made = self.plan(value)
+            is_within = made.covered_bytes <= self.budget_bytes
+            return is_within and (self._most_overhead is None or made.prediction.overhead <= self._most_overhead)
         except InfeasibleError:
             return False
+
+    def is_searched(self, value: int) -> bool:
+        """Whether only a plan tells if the value fits: for a requested overhead, or for reserved bytes."""
+        return self._most_overhead is not None or is_reserved_known(self.profile(value))
 
     def _asked(self, value: int, question: Callable[[], bool]) -> bool | None:
         if self._exists is not None:

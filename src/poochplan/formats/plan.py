@@ -232,13 +232,15 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     def rows(self) -> dict[str, str]:
         """The prediction and how it was found, in words."""
         promised, solve = self.prediction, self.solve
-        in_core_bytes, in_core_s = promised.in_core_peak_bytes, promised.in_core_step_s
+        in_core_bytes, in_core_s, whole = promised.in_core_peak_bytes, promised.in_core_step_s, "the in-core peak"
+        if self.on == "reserved" and promised.in_core_reserved_bytes:
+            in_core_bytes, whole = promised.in_core_reserved_bytes, "what the in-core step reserves"
         found = f"by {solve.policy}; bound by {solve.solver}; {solve.status} after {format_seconds(solve.wall_s)}"
         if solve.solver == "none":
             found = f"{solve.policy}, without a solver, in {format_seconds(solve.wall_s)}"
         rows = {
             "budget": f"{format_bytes(self.budget_bytes)} ({share_of_peak(self.budget_bytes, in_core_bytes):.0%} of "
-            f"the in-core peak, {format_bytes(in_core_bytes)})",
+            f"{whole}, {format_bytes(in_core_bytes)})",
             "budget is on": self.counted_text,
             "predicted peak": promised.peak_text,
             **self._reserved_rows(),
@@ -270,6 +272,16 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         """The sizes of the saved values with each decision."""
         return {one: [value.size_bytes for value in self.saved if value.decision == one] for one in Decision}
 
+    @property
+    def covered_bytes(self) -> int:
+        """Predicted bytes of what the budget covers."""
+        return self.prediction.covered_bytes(self.on)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of the budget that may be in use; beside them is what the allocator is predicted to take more."""
+        return self.budget_bytes - (self.covered_bytes - self.prediction.covered_bytes("allocated"))
+
     @cached_property
     def saved(self) -> tuple[PlannedValue, ...]:
         """The values that autograd saves: those that are no sources."""
@@ -293,7 +305,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
             return {}
         expanding, other = format_bytes(found.reserved_peak_bytes), format_bytes(found.unexpanded_peak_bytes)
         text = f"{expanding} with expandable segments, {other} without"
-        if self.on == "reserved" and found.reserved_peak_bytes > self.budget_bytes:
+        if self.on == "reserved" and self.covered_bytes > self.budget_bytes:
             text = f"{text}; ABOVE THE BUDGET"
         return {"predicted reserved": text}
 

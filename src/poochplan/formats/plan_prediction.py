@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -31,7 +32,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     None on the CPU, for profiles of live bytes and rooflines, and in files that lack it."""
     unexpanded_peak_bytes: Bytes | None = None
     """The same without expandable segments."""
+    expands: bool = True
+    """Which of both a budget on reserved bytes covers: whether segments expand, as the allocator is set."""
     in_core_peak_bytes: Bytes
+    in_core_reserved_bytes: Bytes | None = None
+    """What the in-core step reserves, as the allocator is set; None where no budget covers it."""
     in_core_step_s: Seconds
     """Seconds of the step by PyTorch alone. If that was not timed, the sum of the in-core step's ops."""
     is_timed_alone: bool = False
@@ -70,6 +75,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         if expand is None:
             return None
         return self.reserved_peak_bytes if expand else self.unexpanded_peak_bytes
+
+    def covered_bytes(self, on: Literal["allocated", "reserved"]) -> int:
+        """Most bytes of what a budget covers, in the first step or a later one."""
+        used_bytes = max(self.peak_bytes, self.first_step_peak_bytes)
+        return self.reserved_with(self.expands) or used_bytes if on == "reserved" else used_bytes
 
     @property
     def in_core_text(self) -> str:

@@ -294,6 +294,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     threads: Count = 0
     host_bytes: Bytes | None = None
     """Bytes of the host's memory that a process could still take, within its cgroups; None on the CPU or if unknown."""
+    expands: bool | None = True
+    """On CUDA, whether the segments of torch's allocator expand within a session; None if it follows other rules than
+    those of the planner's model."""
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):

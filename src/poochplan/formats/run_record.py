@@ -110,12 +110,18 @@ class RunRecord(Document, frozen=True, kw_only=True):
     compared_tensors: Count = 0
     rank: Count = 0
     """Of several ranks, the one that all fields but the next describe: the worst."""
+    on: Literal["allocated", "reserved"] = "allocated"
+    """What the budget covers."""
+    promised_bytes: Bytes = 0
+    """Most bytes of that, as the plan says."""
     ranks: tuple[RankRun, ...] = ()
     """Each rank's results; empty if only one process ran."""
 
     @property
     def is_over(self) -> bool:
-        """Whether a metered step exceeded the budget."""
+        """Whether a metered step exceeded the budget, or, of reserved bytes, what the plan says if that is more."""
+        if self.on == "reserved" and (self.reserved_peak_bytes or 0) > max(self.budget_bytes, self.promised_bytes):
+            return True
         return self.measured_peak_bytes is not None and self.measured_peak_bytes > self.budget_bytes
 
     def rows(self, plan: Plan | None = None) -> dict[str, str]:

@@ -11,6 +11,7 @@ import torch
 from poochplan.errors import UsageError
 from poochplan.formats.files import cache_folder
 from poochplan.formats.profile import Link
+from poochplan.planner.arena.reserved import On
 from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.profiler.link import known_link, measure_link
 from poochplan.profiler.request import checked_device
@@ -55,7 +56,7 @@ def auto(
     on_refusal: Mode = "in-core",
     arena: ArenaMode = "auto",
     cap_bytes: int | None = None,
-    on: Literal["allocated", "reserved"] = "allocated",
+    on: On | None = None,
     on_audit: Literal["warn", "error", "off"] = "warn",
     quiet: bool = False,
 ) -> Session:
@@ -91,8 +92,8 @@ def auto(
         built; ``"on"``: it is an error if not; ``"off"``: no arena.
     cap_bytes: hard limit of the CUDA allocator within the block, from the first step on. A step that needs more is
         an out-of-memory error.
-    on: what the budget covers. ``"reserved"``, on a GPU: all that torch's allocator takes from it, as ``nvidia-smi``
-        shows beside the context. A share is one of the in-core step's.
+    on: what the budget covers, as for :func:`poochplan.plan`: on a GPU by default all that torch's allocator takes
+        from it, as ``nvidia-smi`` shows beside the context.
     on_audit: as for :func:`poochplan.apply`. With ``"warn"`` another plan is made that keeps the value.
     quiet: print nothing on stderr but warnings.
 
@@ -112,7 +113,7 @@ def auto(
     whole = together(models)
     where = checked_device(whole, None, None, 1)
     check_cap(cap_bytes, where)
-    if on not in ("allocated", "reserved") or (on == "reserved" and where.type != "cuda"):
+    if on not in (None, "allocated", "reserved") or (on == "reserved" and where.type != "cuda"):
         raise UsageError(f'on: expected "allocated", or "reserved" for a model on a GPU, found {on!r} on {where.type}')
     if on_over_budget not in tuple(OverBudget):
         raise UsageError(f'on_over_budget: expected "warn", "error" or "replan", found {on_over_budget!r}')
@@ -136,8 +137,7 @@ def auto(
     request = PlanRequest(time_limit_s, arena, spills, ranks=ranks_here(), on=on)
     measures_here = before is Unplanned.IN_CORE
     entries = Path(cache) if cache is not None else cache_folder() / "auto"
-    covered = () if on == "allocated" else (on,)
-    kept = PlanCache(entries, whole, where, budget, arena, link, rate, *covered)
+    kept = PlanCache(entries, whole, where, budget, arena, link, rate, on)
     source = StudiedPlans(
         whole,
         _listed(optimizer),

@@ -82,6 +82,10 @@ class BeforePlan:
         return SwapEach(at_once=True) if mode is Unplanned.SWAP else self._while_room
 
     @property
+    def is_on_gpu(self) -> bool:
+        return self._where.type == "cuda"
+
+    @property
     def can_bind(self) -> bool:
         """Whether steps that never get a plan can keep within a budget and are not asked to swap everything."""
         can_tell = self._where.type != "cpu" or joined_count() is not None
@@ -107,6 +111,8 @@ class BeforePlan:
         self._is_short()
 
     def _live_bytes(self) -> int:
+        if self._where.type == "cuda":
+            return torch.cuda.memory_reserved(self._where) - cached_bytes(self._where)
         if self._where.type != "cpu":
             return backend_of(self._where).allocated_bytes()
         count = joined_count()

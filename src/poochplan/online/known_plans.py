@@ -16,7 +16,7 @@ from poochplan.formats.profile import Kind, Profile
 from poochplan.formats.profile_parts import MOST_BYTES, rounded_up
 from poochplan.formats.queries import in_flight_bytes
 from poochplan.online.plan_cache import PlanCache
-from poochplan.planner.arena.reserved import budget_bytes_of
+from poochplan.planner.arena.reserved import in_core_bytes
 from poochplan.planner.planning import NO_EVALUATOR, smallest_budget
 from poochplan.planner.simulator.evaluator import untold_absence
 from poochplan.planner.whatif import with_bytes_beside
@@ -58,7 +58,7 @@ class KnownPlans:
         *,
         measures_here: bool,
     ) -> None:
-        self.policy, self.on_refusal = policy, on_refusal
+        self.policy, self.on_refusal, self.on = policy, on_refusal, request.on
         self._budget, self._request = budget, request
         self.active: dict[Key, ActivePlan] = {}
         self.profiles: dict[Key, Profile] = {}
@@ -73,8 +73,8 @@ class KnownPlans:
         """Kinds that have had a plan. From then on their budget is kept."""
         self.doubted: set[Key] = set()
         """Kinds whose active plan predicts wrongly: the next plan replaces it, whatever that one predicts."""
-        self._reserved: dict[str, int] = {}
-        """Budgets on reserved bytes, by the fingerprint of a profile: a share of them takes a simulation."""
+        self._in_core: dict[str, int] = {}
+        """In-core peaks of what the budget covers, by the fingerprint of a profile: one may take a simulation."""
         self._looked_up: set[Key] = set()
         self._smallest_bytes = 0
         """The largest of the smallest possible budgets that were reported."""
@@ -87,15 +87,16 @@ class KnownPlans:
 
     def budget_of(self, profile: Profile) -> int:
         """The budget in bytes, for the segments of a profile."""
-        if self._request.on == "allocated":
-            return parse_budget(self._budget, profile.in_core_peak_bytes)
-        if profile.ops_fingerprint not in self._reserved:
-            self._reserved[profile.ops_fingerprint] = budget_bytes_of(profile, self._budget, self._request.on)
-        return self._reserved[profile.ops_fingerprint]
+        return parse_budget(self._budget, self.in_core_bytes(profile))
+
+    def in_core_bytes(self, profile: Profile) -> int:
+        """The in-core peak of what the budget covers."""
+        if profile.ops_fingerprint not in self._in_core:
+            self._in_core[profile.ops_fingerprint] = in_core_bytes(profile, self._request.on)
+        return self._in_core[profile.ops_fingerprint]
 
     def take_smallest(self, ranks: Ranks) -> None:
         """From now on the budget is the smallest of all ranks, which follow one plan. Bytes are less than any share."""
-        self._reserved.clear()
         self._budget = min(ranks.gathered(self._budget), key=lambda one: parse_budget(one, MOST_BYTES))
         self._cache.budget = self._budget
 

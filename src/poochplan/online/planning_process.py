@@ -51,8 +51,8 @@ class PlanRequest(msgspec.Struct, frozen=True):
     """Seconds for which the loop had run."""
     ranks: int = 1
     """Number of processes that share the host."""
-    on: Literal["allocated", "reserved"] = "allocated"
-    """What the budget covers."""
+    on: Literal["allocated", "reserved"] | None = None
+    """What the budget covers, as for :func:`poochplan.plan`."""
 
 
 def ends_with_its_parent(parent: int, folder: Path) -> None:

@@ -15,6 +15,7 @@ from poochplan.formats.profile import Link, Profile
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.formats.queries import with_kept
 from poochplan.online.known_plans import KnownPlans
+from poochplan.planner.arena.reserved import covers_reserved
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.profiler.live.loop_observer import LoopObserver
 from poochplan.profiler.live.segment_observer import SegmentObserver
@@ -234,10 +235,14 @@ class StudiedPlans(LoopObserver):
     def limit_bytes(self) -> int:
         return self._known.budget_bytes if self._is_limited else 0
 
+    @property
+    def limits_reserved(self) -> bool:  # type: ignore[override]
+        return covers_reserved(self._known.on, is_known=self._before.is_on_gpu)
+
     def _without_plan(self, key: Key, profile: Profile | None, *, is_refused: bool) -> StepPolicy:
         """Keeps all values if that is known to fit the budget, and swaps if the budget was guaranteed."""
         self._is_calm = is_refused
-        if profile is not None and profile.in_core_peak_bytes <= self._known.budget_of(profile):
+        if profile is not None and self._known.in_core_bytes(profile) <= self._known.budget_of(profile):
             return KeepAll()
         if not is_refused and key in self._known.had_plan:
             return SwapEach(at_once=True)
@@ -265,7 +270,7 @@ class StudiedPlans(LoopObserver):
         self._calm, self._is_unplanned = 0, False
         if self._keeps_limit:
             return MostBytes(known.budget_bytes, is_kept)
-        budget_bytes = max((plan.budget_bytes for plan in plans), default=0) or known.budget_bytes
+        budget_bytes = max((plan.usable_bytes for plan in plans), default=0) or known.budget_bytes
         return MostBytes(max(budget_bytes, self._woken_bytes), is_kept)
 
     @property

@@ -228,7 +228,7 @@ def draw_memory(axes: Axes, timeline: Timeline, scale_s: float, x: str) -> None:
     axes.stairs(sizes, times, fill=True, color=BLUE, alpha=0.18, linewidth=0)
     peak = f"planned, peak {format_bytes(planned.peak_bytes)}"
     axes.stairs(sizes, times, color=BLUE, linewidth=1.3, baseline=None, label=peak)
-    reserved_bytes = timeline.plan.prediction.reserved_peak_bytes or 0
+    reserved_bytes = timeline.plan.prediction.reserved_with(timeline.plan.prediction.expands) or 0
     if reserved_bytes:
         axes.axhline(
             reserved_bytes / factor, color=BLUE, linewidth=1.0, linestyle=(0, (5, 1.5)),
