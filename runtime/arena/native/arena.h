@@ -203,8 +203,8 @@ class Arena {
     const int64_t begin = static_cast<const char*>(address) - base_;
     const int64_t end = begin < 0 || begin >= space_bytes_ ? -1 : live_.end_of(begin);
     if (end < 0) return 0;
-    notes_.push_back({begin, end, ++last_note_, false});
-    return last_note_;
+    notes_.push_back({begin, end, next_note().fetch_add(1), false});
+    return notes_.back().number;
   }
 
   // Where the noted block was, if it has died and its bytes are intact: the next block of that size lies there. Else null.
@@ -452,12 +452,17 @@ class Arena {
   const int64_t size_bytes_;
   int64_t space_bytes_ = size_bytes_; // with what may be used behind the arena
   int64_t smallest_bytes_ = 0, end_ = 0; // of the places
+  // No two arenas have a note of the same number: a value of an earlier step may outlive its arena.
+  static std::atomic<int64_t>& next_note() noexcept {
+    static std::atomic<int64_t> number{1};
+    return number;
+  }
   struct Note {
     int64_t begin, end, number;
     bool is_dead;
   };
   std::vector<Note> notes_; // of this step's blocks
-  int64_t last_note_ = 0, again_ = -1, again_bytes_ = 0; // where the next block of so many bytes lies
+  int64_t again_ = -1, again_bytes_ = 0; // where the next block of so many bytes lies
   std::vector<char> resident_; // by page, whether it may have memory; empty until blocks fill gaps
   int64_t resident_pages_ = 0, most_pages_ = 0, page_bytes_ = 1;
   char *mapping_ = nullptr, *base_ = nullptr;

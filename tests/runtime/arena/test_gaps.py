@@ -105,6 +105,11 @@ def test_a_noted_block_that_has_died_is_found_as_it_was_if_nothing_has_come_ther
         later = arena.note(storage)
         del storage
     assert arena.again(later, 8 * KIB) is None, "the step is over"
+    other = Arena(places((8 * KIB, 0, 0)), 8 * KIB)
+    with other.step():
+        other.fill_gaps()
+        block = filled(8 * KIB, 9)
+        assert other.note(block.untyped_storage()) > later, "no number comes twice"
 
 
 @pytest.mark.parametrize("seed", seeds(6))
