@@ -67,11 +67,9 @@ class Session:
         on_audit: OnAudit = OnAudit.OFF,
     ) -> None:
         self._models, self._source, self._where = models, source, where
-        self._on_over_budget, self._cap_bytes = on_over_budget, cap_bytes
-        self._explain = explain
+        self._on_over_budget, self._cap_bytes, self._explain = on_over_budget, cap_bytes, explain
         self._step_arena = step_arena or StepArena(None, "off")
-        self._messages = messages or Messages(is_quiet=True)
-        self._meter = StepMeter(where.type, meter)
+        self._messages, self._meter = messages or Messages(is_quiet=True), StepMeter(where.type, meter)
         self._is_metered, self._on_audit = meter != "never", on_audit
         self._totals = StepTotals(models)
         self._memory: MemoryPeaks | None = None
@@ -92,6 +90,8 @@ class Session:
             rests=weakly(self, Session._rests),
             outgrown=weakly(self, Session._outgrown),
             optimizing=weakly(self, Session._optimizing),
+            releases=self._step_arena.note,
+            finds=self._step_arena.again,
             elsewhere=self._totals.called_elsewhere,
         )
         self._attachment = Attachment(models, where.type, open_device, source, events, is_guarded=is_guarded)

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import torch
 
 from poochplan.errors import AllocatorError
 from poochplan.formats.occupancy import Ints
 from poochplan.formats.plan import OUTSIDE
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, LEAST_PLACED_BYTES
+from poochplan.tensors.storages import new_storage
 
 from ..run_report import ArenaReport, Unserved
 from .library import library
@@ -93,6 +95,16 @@ class Arena:
     def fill_gaps(self) -> None:
         """From here on a block whose own place is missing or in use takes any gap between the live blocks."""
         self._library.arena_fill_gaps(self._handle)
+
+    def note(self, storage: torch.UntypedStorage) -> int:
+        """A number by which :meth:`again` finds it once it has died; 0 if it is not here, or no gaps are filled."""
+        return self._library.arena_note(self._handle, storage.data_ptr())
+
+    def again(self, note: int, size_bytes: int) -> torch.UntypedStorage | None:
+        """The noted storage of that size, if it has died in this step and nothing has touched its bytes since."""
+        address = self._library.arena_again(self._handle, note, size_bytes)
+        found = new_storage(size_bytes, torch.device("cpu")) if address else None
+        return found if found is not None and found.data_ptr() == address else None  # else on another thread
 
     def end(self) -> None:
         """The step is over: no thread uses the arena any more."""

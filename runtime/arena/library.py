@@ -52,6 +52,8 @@ _SIGNATURES: Signatures = {
     "arena_begin": (_INT, (_HANDLE, _INT64)),
     "arena_at": (None, (_HANDLE, _INT64)),
     "arena_fill_gaps": (None, (_HANDLE,)),
+    "arena_note": (_INT64, (_HANDLE, _HANDLE)),
+    "arena_again": (_HANDLE, (_HANDLE, _INT64, _INT64)),
     "arena_end": (None, (_HANDLE,)),
     "arena_drop": (None, (_HANDLE,)),
     "arena_counts": (None, (_HANDLE, _HANDLE)),

@@ -263,6 +263,18 @@ class StepArena:
             self._runs.at(point)
             self._runs.marks(point)
 
+    def note(self, storage: torch.UntypedStorage) -> int:
+        """A storage is about to be released: a number by which :meth:`again` may find it; 0 if it cannot."""
+        arena = self._runs.arena if self._is_on else None
+        return 0 if arena is None else arena.note(storage)
+
+    def again(self, note: int, size_bytes: int) -> torch.UntypedStorage | None:
+        """The noted storage as it was, if the step leaves out layers and nothing has come into its place. In a whole
+        step something comes there before it dies again.
+        """
+        arena = self._runs.arena if self._is_on and self._left_out else None
+        return None if arena is None else arena.again(note, size_bytes)
+
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step. That uses the arena once it creates no more state, which must lie outside."""
         if not self.is_possible:

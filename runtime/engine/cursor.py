@@ -199,6 +199,10 @@ class StepEvents:
     """While the session rests, a step has taken too much."""
     optimizing: Callable[[torch.optim.Optimizer], None] = nothing
     """An optimizer of the models is about to step."""
+    releases: Callable[[torch.UntypedStorage], int | None] = nothing
+    """A value's storage is about to be released. Returns a number by which it may be found again, or nothing."""
+    finds: Callable[[int, int], torch.UntypedStorage | None] = nothing
+    """The storage of that number and so many bytes, as it was when released; None if other blocks have come there."""
     elsewhere: Callable[[str], None] = nothing
     """The model of that name is called with gradients on another thread than the session's."""
 

@@ -97,7 +97,7 @@ class Engine:
         self.recorder = Recorder(self.tape)
         self.host = HostTier(chooser.alternatives)
         self.audit = Audit(device.where)
-        self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed, self.audit)
+        self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed, self.audit, events)
         self._chooser = chooser
         self._policy: StepPolicy | None = None
         self.model = model
@@ -405,7 +405,7 @@ class Engine:
             self._carry_out(self._policy.not_replayable(value, reason))
             return
         self._policy.before_drop(value)
-        self.audit.leaves(value)
+        self.mechanism.lets_go(value)
         value.is_dropped(recipe)
 
     # -- unpack -----------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.step_policy import Actions
 
 from .audit import Audit
+from .cursor import StepEvents
 from .host_tier import HostTier
 from .saved_value import SavedValue, ValueState
 
@@ -50,6 +51,7 @@ class Mechanism:
         rebuild: Rebuild,
         copy_failed: Callable[[SavedValue, OSError], None],
         audit: Audit,
+        events: StepEvents,
     ) -> None:
         self.report = StepReport()
         self.timed = self._is_short_of_ways = False
@@ -58,7 +60,7 @@ class Mechanism:
         self._host = host
         self._rebuild = rebuild
         self._copy_failed = copy_failed
-        self._audit = audit
+        self._audit, self._events = audit, events
 
     def carry_out(self, actions: Actions) -> None:
         """Carries out the actions of a point, in order (rule 7)."""
@@ -95,12 +97,27 @@ class Mechanism:
             self._host.free_place(offset)  # last, because the place may then belong to another value
             self._copy_failed(value, error)
             return
-        self._audit.leaves(value)
+        self.lets_go(value)
         value.is_released()
+
+    def lets_go(self, value: SavedValue) -> None:
+        """Its storage is about to be released."""
+        self._audit.leaves(value)
+        if value.storage is not None and value.beside is None:  # else what comes back is compared
+            value.note = self._events.releases(value.storage) or 0
+
+    def _is_intact(self, value: SavedValue) -> bool:
+        """Whether its storage is found again as it was released."""
+        note, value.note = value.note, 0
+        found = self._events.finds(note, value.size_bytes) if note else None
+        if found is not None:
+            (value.came_back if value.waits_for_replay else value.came_from_host)(found)
+            value.home = self.device.compute
+        return found is not None
 
     def prefetch(self, value: SavedValue) -> None:
         """Queues its copy back, if only the host has it."""
-        if value.state is not ValueState.ON_HOST:
+        if value.state is not ValueState.ON_HOST or self._is_intact(value):
             return
         with self._named("prefetch", value):
             storage, home = self.device.allocate(value.size_bytes), self.device.compute
@@ -109,13 +126,22 @@ class Mechanism:
 
     def replay(self, value: SavedValue) -> None:
         """Has the value replayed, if it waits for a replay; :meth:`run_replay` runs one."""
-        if value.state is not ValueState.TO_REPLAY:
+        if value.state is not ValueState.TO_REPLAY or self._is_intact(value):
             return
+        self._find_inputs(value)
         start_s = time.perf_counter()
         with self._times(self._replays), self._named("replay", value), self.device.replaying():
             self._rebuild(value, self)
         if self._replays is None:
             self.report.replay_s += time.perf_counter() - start_s
+
+    def _find_inputs(self, value: SavedValue) -> None:
+        """Values that a replay would bring back with this one are found again where that can be."""
+        pending = [value]
+        while pending:
+            recipe = pending.pop().recipe
+            inputs = [_saved(one) for one in recipe.values if one.waits_for_replay] if recipe is not None else ()
+            pending += [one for one in inputs if one.note and not self._is_intact(one)]
 
     def run_replay(self, value: SavedValue, run: RunOps) -> list[SavedValue]:
         """One replay, whose ops ``run`` runs; brings back all values that it rebuilds."""

@@ -62,6 +62,8 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
     recipe: Recipe | None = None
     beside: Any = None
     """What the audit knows of it while it is released."""
+    note: int = 0
+    """By which its released storage may be found again."""
     other_parts: tuple[Geometry, ...] = ()
     """Parts of its storage that were saved behind the first one, each once. Empty if it is kept."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -178,6 +179,37 @@ def test_a_step_that_leaves_out_layers_takes_what_the_whole_one_takes_and_at_mos
     largest = max(value.size_bytes for value in plan.values)
     for path, more in ((network.longest, 0), *((path, largest) for path in PATHS[network])):
         assert peak_of(plan, network, network.step(path)) <= plan.budget_bytes + more, path
+
+
+@needs_compiler
+@pytest.mark.parametrize("wish", [Decision.SWAP, Decision.RECOMPUTE])
+def test_what_it_has_released_and_nothing_has_displaced_is_found_again_without_a_copy_or_a_replay(
+    wish: Decision,
+) -> None:
+    """Under an arena: where layers are missing, nothing comes to some of the places."""
+    plan = decided(profile_of(Dropped, Dropped.step(Dropped.longest)), [wish])
+    brought = {arena: brought_back(plan, arena) for arena in ("on", "off")}
+    assert brought["on"][(0, 1, 2, 3)] == brought["off"][(0, 1, 2, 3)]
+    assert all(brought["on"][path] < brought["off"][path] for path in SHORT)
+
+
+SHORT: list[tuple[int, ...]] = [(0, 1), (0,)]
+
+
+def brought_back(plan: Plan, arena: Literal["on", "off"]) -> dict[tuple[int, ...], int]:
+    """Bytes copied back and values replayed, in the last step of each path; all steps are bitwise the plain ones."""
+    found, paths = dict[tuple[int, ...], int](), [*[tuple(Dropped.longest)] * 5, *SHORT * 2, (0, 1, 2, 3), (0, 2, 3)]
+    plain, model = fresh_model(Dropped), fresh_model(Dropped)
+    torch.manual_seed(7)
+    wanted = [gradients_of(plain, Dropped.step(path)(plain)) for path in paths]
+    torch.manual_seed(7)
+    with poochplan.apply(plan, model, arena=arena, on_audit="off") as session:
+        for path, gradients in zip(paths, wanted, strict=True):
+            assert all(map(torch.equal, gradients, gradients_of(model, Dropped.step(path)(model))))
+            last = session.report().last_step
+            assert last.fallbacks == 0
+            found[path] = last.in_bytes + last.replayed_values
+    return found
 
 
 @needs_compiler

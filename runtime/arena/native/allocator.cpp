@@ -272,6 +272,17 @@ POOCH void pooch_arena_fill_gaps(Arena* arena) noexcept {
   } catch (const std::bad_alloc&) { // then they come from the ordinary allocator
   }
 }
+// 0 if none is taken, or there is no memory for it.
+POOCH int64_t pooch_arena_note(Arena* arena, const void* address) noexcept {
+  try {
+    return arena->note(address);
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
+}
+POOCH void* pooch_arena_again(Arena* arena, int64_t note, int64_t size_bytes) noexcept {
+  return arena->again(note, size_bytes);
+}
 POOCH void pooch_arena_end(Arena* arena) noexcept {
   arena->end();
   leave(arena);

@@ -6,7 +6,8 @@
 //
 // A step that leaves out layers has fewer bytes live than its layout, but not in the same order, so places may be in
 // use. From then on such blocks take any gap. Where none is large enough they lie behind the arena, and as many pages
-// of the gaps are given back: the memory stays that of the arena.
+// of the gaps are given back: the memory stays that of the arena. What such a step has let go of may still be intact where
+// nothing came. A block that was noted before it died is then found again, at the cost of no byte and no copy.
 #pragma once
 
 #include <sys/mman.h>
@@ -41,6 +42,11 @@ class LiveSet {
     if (found != spans_.begin() && std::prev(found)->begin == begin) spans_.erase(std::prev(found));
   }
   size_t size() const noexcept { return spans_.size(); }
+  // Where the block ends that begins there, or -1.
+  int64_t end_of(int64_t begin) noexcept {
+    const auto found = above(begin);
+    return found == spans_.begin() || std::prev(found)->begin != begin ? -1 : std::prev(found)->end;
+  }
 
   struct Span {
     int64_t begin, end;
@@ -131,6 +137,7 @@ class Arena {
     }
     range_begin_ = range_end_ = next_ = 0;
     resident_.clear();
+    notes_.clear();
     int64_t from = kept_bytes;
     for (const LiveSet::Span& span : live_.spans()) {
       if (span.end <= from) continue;
@@ -148,6 +155,8 @@ class Arena {
     is_serving_ = true;
     step_ = {};
     misses_.clear();
+    notes_.clear();
+    again_ = -1;
     go_to(point);
     return ++step_number_;
   }
@@ -186,6 +195,32 @@ class Arena {
     resident_pages_ = std::count(resident_.begin(), resident_.end(), 1);
   }
 
+  // The number of a note of the live block at an address, by which it may be found again once it has died; 0 if none is
+  // taken, as in steps that fill no gaps.
+  int64_t note(const void* address) {
+    std::lock_guard<std::mutex> guard(mutex);
+    if (!is_serving_ || resident_.empty()) return 0;
+    const int64_t begin = static_cast<const char*>(address) - base_;
+    const int64_t end = begin < 0 || begin >= space_bytes_ ? -1 : live_.end_of(begin);
+    if (end < 0) return 0;
+    notes_.push_back({begin, end, next_note().fetch_add(1), false});
+    return notes_.back().number;
+  }
+
+  // Where the noted block was, if it has died and its bytes are intact: the next block of that size lies there. Else null.
+  void* again(int64_t number, int64_t size_bytes) noexcept {
+    std::lock_guard<std::mutex> guard(mutex);
+    const auto found =
+        std::find_if(notes_.begin(), notes_.end(), [number](const Note& note) { return note.number == number; });
+    if (found == notes_.end()) return nullptr;
+    const Note note = *found;
+    notes_.erase(found);
+    if (!is_serving_ || !note.is_dead || note.end - note.begin != in_units(size_bytes)) return nullptr;
+    again_ = note.begin;
+    again_bytes_ = size_bytes;
+    return base_ + note.begin;
+  }
+
   // All memory is released when the last block here dies; that between live blocks is released at once.
   void drop() noexcept {
     std::lock_guard<std::mutex> guard(mutex);
@@ -202,6 +237,13 @@ class Arena {
     if (size_bytes < smallest_bytes_) return nullptr;
     std::lock_guard<std::mutex> guard(mutex);
     if (!is_serving_ || step_number != step_number_) return nullptr;
+    if (again_ >= 0 && size_bytes == again_bytes_) {
+      const int64_t offset = std::exchange(again_, -1);
+      if (occupy(offset, size_bytes)) {
+        count(kServed, size_bytes);
+        return base_ + offset;
+      }
+    }
     const size_t place = next_of(size_bytes);
     if (place == kNone) return beside(kUnplanned, size_bytes);
     met_[place] = step_number_;
@@ -217,6 +259,7 @@ class Arena {
     std::lock_guard<std::mutex> guard(mutex);
     const int64_t offset = static_cast<char*>(address) - base_;
     live_.erase(offset);
+    for (Note& note : notes_) note.is_dead |= note.begin == offset;
     if (!is_dropped_) return;
     unmap_if_unused();
     give_back_gap(offset);
@@ -311,6 +354,7 @@ class Arena {
   bool occupy(int64_t offset, int64_t size_bytes) noexcept {
     const int64_t end = offset + in_units(size_bytes);
     if (!live_.insert(offset, end)) return false;
+    forget_between(offset, end);
     if (resident_.empty() || make_resident(offset, end)) return true;
     live_.erase(offset);
     return false;
@@ -340,6 +384,7 @@ class Arena {
         const int64_t count = page - first + 1;
         madvise(base_ + first * page_bytes_, static_cast<size_t>(count * page_bytes_), MADV_DONTNEED);
         std::fill_n(resident_.begin() + first, count, 0);
+        forget_between(first * page_bytes_, (page + 1) * page_bytes_);
         resident_pages_ -= count;
         wanted -= count;
         page = first;
@@ -348,6 +393,11 @@ class Arena {
       to = span->begin;
     }
     return wanted;
+  }
+
+  // These bytes are no longer what a block has left there.
+  void forget_between(int64_t begin, int64_t end) noexcept {
+    std::erase_if(notes_, [=](const Note& note) { return note.is_dead && note.begin < end && begin < note.end; });
   }
 
   int64_t pages_to(int64_t at) const noexcept { return (at + page_bytes_ - 1) / page_bytes_; }
@@ -379,6 +429,7 @@ class Arena {
     met_ = {};
     live_ = {};
     resident_ = {};
+    notes_ = {};
     mapped_count().fetch_sub(1);
   }
 
@@ -401,6 +452,17 @@ class Arena {
   const int64_t size_bytes_;
   int64_t space_bytes_ = size_bytes_; // with what may be used behind the arena
   int64_t smallest_bytes_ = 0, end_ = 0; // of the places
+  // No two arenas have a note of the same number: a value of an earlier step may outlive its arena.
+  static std::atomic<int64_t>& next_note() noexcept {
+    static std::atomic<int64_t> number{1};
+    return number;
+  }
+  struct Note {
+    int64_t begin, end, number;
+    bool is_dead;
+  };
+  std::vector<Note> notes_; // of this step's blocks
+  int64_t again_ = -1, again_bytes_ = 0; // where the next block of so many bytes lies
   std::vector<char> resident_; // by page, whether it may have memory; empty until blocks fill gaps
   int64_t resident_pages_ = 0, most_pages_ = 0, page_bytes_ = 1;
   char *mapping_ = nullptr, *base_ = nullptr;

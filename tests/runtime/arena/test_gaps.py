@@ -81,6 +81,37 @@ def test_a_block_larger_than_every_gap_lies_behind_and_pages_of_the_gaps_are_giv
         assert all(holds(block, number) for number, block in enumerate(again))
 
 
+def test_a_noted_block_that_has_died_is_found_as_it_was_if_nothing_has_come_there(native: object) -> None:
+    arena = Arena(places(*[(8 * KIB, 8 * KIB * number, 0) for number in range(3)], (8 * KIB, 8 * KIB, 1)), 24 * KIB)
+    with arena.step():
+        held = [filled(8 * KIB, number) for number in range(3)]
+        addresses = [block.data_ptr() for block in held]
+        assert arena.note(held[0].untyped_storage()) == 0, "no gaps are filled"
+        arena.fill_gaps()
+        assert arena.note(torch.zeros(8).untyped_storage()) == 0, "it lies outside"
+        first, second, third = (arena.note(block.untyped_storage()) for block in held)
+        del held[:2]
+        arena.at(1)
+        comes = filled(8 * KIB, 7)
+        assert comes.data_ptr() == addresses[1]
+        assert arena.again(second, 8 * KIB) is None, "another block has come there"
+        assert arena.again(third, 8 * KIB) is None, "it is alive"
+        storage = arena.again(first, 8 * KIB)
+        assert storage is not None
+        assert storage.data_ptr() == addresses[0]
+        assert holds(torch.empty(0, dtype=torch.uint8).set_(storage), 0)
+        assert arena.again(first, 8 * KIB) is None, "a note serves once"
+        assert holds(comes, 7)
+        later = arena.note(storage)
+        del storage
+    assert arena.again(later, 8 * KIB) is None, "the step is over"
+    other = Arena(places((8 * KIB, 0, 0)), 8 * KIB)
+    with other.step():
+        other.fill_gaps()
+        block = filled(8 * KIB, 9)
+        assert other.note(block.untyped_storage()) > later, "no number comes twice"
+
+
 @pytest.mark.parametrize("seed", seeds(6))
 def test_random_steps_of_fewer_blocks_keep_their_bytes_and_take_no_more_memory_than_the_arena(
     seed: int, native: object
