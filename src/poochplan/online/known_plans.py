@@ -73,8 +73,8 @@ class KnownPlans:
         """Kinds that have had a plan. From then on their budget is kept."""
         self.doubted: set[Key] = set()
         """Kinds whose active plan predicts wrongly: the next plan replaces it, whatever that one predicts."""
-        self._in_core: dict[str, int] = {}
-        """In-core peaks of what the budget covers, by the fingerprint of a profile: one may take a simulation."""
+        self._in_core: dict[tuple[str, int], int] = {}
+        """In-core peaks of what the budget covers, by a profile's ops and its peak: one may take a simulation."""
         self._looked_up: set[Key] = set()
         self._smallest_bytes = 0
         """The largest of the smallest possible budgets that were reported."""
@@ -91,9 +91,10 @@ class KnownPlans:
 
     def in_core_bytes(self, profile: Profile) -> int:
         """The in-core peak of what the budget covers."""
-        if profile.ops_fingerprint not in self._in_core:
-            self._in_core[profile.ops_fingerprint] = in_core_bytes(profile, self._request.on)
-        return self._in_core[profile.ops_fingerprint]
+        key = profile.ops_fingerprint, profile.in_core_peak_bytes  # inputs of several sizes have the same ops
+        if key not in self._in_core:
+            self._in_core[key] = in_core_bytes(profile, self._request.on)
+        return self._in_core[key]
 
     def take_smallest(self, ranks: Ranks) -> None:
         """From now on the budget is the smallest of all ranks, which follow one plan. Bytes are less than any share."""
