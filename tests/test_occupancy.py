@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poochplan.formats.occupancy import ints, live_bytes, occupancy
@@ -16,6 +16,7 @@ INSTANCE = Path(__file__).parents[1] / "benchmarks" / "instances" / "seq2seq-v10
 SPANS = st.lists(st.tuples(st.integers(0, 12), st.integers(-1, 14), st.integers(0, 1 << 40)), max_size=12)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10), SPANS, SPANS)
 def test_a_tick_holds_the_bytes_of_every_span_around_it(
     ticks: int, some: list[tuple[int, int, int]], more: list[tuple[int, int, int]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poochplan.errors import UsageError
@@ -103,6 +103,7 @@ def test_a_budget_that_cannot_be_read_says_what_was_expected(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
+@settings(deadline=None)
 @given(st.integers(min_value=1024, max_value=2**50))
 def test_written_bytes_read_back_to_within_one_percent(size_bytes: int) -> None:
     assert parse_bytes(format_bytes(size_bytes)) == pytest.approx(size_bytes, rel=0.01)

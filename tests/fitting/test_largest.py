@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poochplan.fitting.largest import LOOKS, NEIGHBOURS, SCAN, Found, Gait, aimed, largest
@@ -23,6 +23,7 @@ def counted(fits: Callable[[int], bool | None]) -> tuple[Callable[[int], bool | 
     return ask, asked
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 10**6), st.integers(0, 10**6), st.integers(-5, 2 * 10**6), st.integers(1, 10**6), gaits
 )  # fmt: skip
@@ -40,6 +41,7 @@ def test_of_a_monotonic_property_the_largest_value_is_found(
     assert len(asked) == len(set(asked))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 1 << 40), st.integers(1, 1 << 40), gaits)
 def test_it_asks_no_more_often_than_a_number_has_digits(limit: int, start: int, gait: Gait) -> None:
     ask, asked = counted(lambda value: value <= limit)
@@ -47,6 +49,7 @@ def test_it_asks_no_more_often_than_a_number_has_digits(limit: int, start: int, 
     assert len(asked) <= 2 * 40 + 1 + NEIGHBOURS
 
 
+@settings(deadline=None)
 @given(st.integers(2, SCAN - 1), st.integers(1, 500), st.integers(0, 10**5), st.integers(1, 10**5), gaits)
 def test_values_that_do_not_exist_are_stepped_over(stride: int, first: int, limit: int, high: int, gait: Gait) -> None:
     start = stride * first
@@ -58,6 +61,7 @@ def test_values_that_do_not_exist_are_stepped_over(stride: int, first: int, limi
         assert found.following == expected + stride
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(1, 60)), st.integers(1, 60), gaits)
 def test_of_any_property_the_value_fits_and_its_next_neighbours_do_not(
     fitting: set[int], start: int, gait: Gait
@@ -87,6 +91,7 @@ def test_where_nothing_fits_the_smallest_value_was_asked_for() -> None:
     assert (found.value, found.following) == (None, 5)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 10**6), st.integers(1, 10**4), st.integers(1, 10**4))
 def test_of_sizes_in_proportion_the_largest_that_fits_is_aimed_at(
     constant: int, each: int, most: int, start: int
@@ -95,6 +100,7 @@ def test_of_sizes_in_proportion_the_largest_that_fits_is_aimed_at(
     assert aimed(lambda value: constant + each * value, limit_bytes, start, 1, 10**9) == most
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 1000),
     st.integers(0, 1000),

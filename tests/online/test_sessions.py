@@ -118,8 +118,9 @@ def test_the_planning_process_ends_with_the_session(tmp_path: Path) -> None:
     session = planning(dropout_and_batch_norm(), tmp_path, time_limit_s=60)
     assert within(10, children)
     (child,) = children()
-    own = os.getpriority(os.PRIO_PROCESS, 0)  # it is nicer, with a share where all cores are busy
-    assert within(10, lambda: own < os.getpriority(os.PRIO_PROCESS, child) <= own + 10)
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    most, lower = min(mine + 10, 19), min(mine + 1, 19)  # a share where all cores are busy
+    assert within(10, lambda: lower <= os.getpriority(os.PRIO_PROCESS, child) <= most)
     session.close()
     assert within(10, lambda: not children())
 
