@@ -20,7 +20,7 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import RuntimeCost
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.profiler.assembly.assemble import runtime_notes
-from poochplan.profiler.capture.clock import CudaClock
+from poochplan.profiler.capture.clock import DeviceClock
 from poochplan.profiler.live import own_costs
 from poochplan.profiler.trials import machine_facts
 from poochplan.profiler.trials.machine_facts import (
@@ -221,7 +221,7 @@ def test_a_step_behind_which_a_device_works_begins_when_that_is_idle(monkeypatch
     synchronized: list[torch.device] = []
     network = machine_facts._Network(4, 1, CPU)
     network.where = torch.device("cuda", 0)
-    network._clock = CudaClock(network.where)
+    network._clock = DeviceClock(network.where)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
     seconds = network.step(None)
     assert synchronized == [network.where]
