@@ -71,7 +71,9 @@ class StepReport(msgspec.Struct, kw_only=True):
     stall_s: float = 0.0
     """Seconds the compute stream waited for copies. On CUDA, in steps with a census."""
     hooks_s: float = 0.0
-    """Seconds of the calling thread in autograd's hooks, with moving, replaying and waiting."""
+    """Seconds of the calling thread in autograd's hooks, with moving, replaying and waiting; without those of kept
+    values at points where nothing else is planned.
+    """
     served_bytes: int = 0
     """Allocated from an arena, each block counted; known when the step is over."""
     unserved_bytes: int = 0

@@ -58,6 +58,8 @@ class Verify(Follow):
     ``store``: where the copies are kept; None for memory.
     """
 
+    looks_at_all = True
+
     def __init__(self, instructions: Instructions, model: torch.nn.Module, store: HostStore | None = None) -> None:
         super().__init__(IndexedPlan.of(instructions), SwapEach())
         self.refused: dict[int, str] = {}

@@ -57,12 +57,14 @@ from poochplan.torch_private.tensor_internals import in_backward, is_scripted, m
 from .audit import Audit
 from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
 from .host_tier import HostTier
+from .kept_points import KeptPoints
 from .mechanism import Mechanism, Rebuild, rebuild_together
 from .own_tensors import OwnTensors
 from .saved_value import SavedHandle, SavedValue, held_source
 
 AroundCall = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 """Returns the callable that replaces a compiled callable, which is given with its path."""
+_NOTHING = contextlib.nullcontext()
 
 
 class Engine:
@@ -106,6 +108,8 @@ class Engine:
         self.fallbacks = Fallbacks()
         self._own = OwnTensors(self.tape)
         self._lock = threading.RLock()
+        known = self.cursor, self.tape, self.recorder, self._own, self.audit
+        self._kept = KeptPoints(self._lock, *known, device, events)
         self.is_aside = False
         """Whether saved tensors stay with autograd, and values come back without a step policy."""
 
@@ -243,9 +247,8 @@ class Engine:
         return [value.storage for value in self._left_over() if value.storage is not None]
 
     def _left_over(self) -> list[SavedValue]:
-        if not self.cursor.holds_values:
-            return []
-        return [value for value in self.tape.earlier_values() if isinstance(value, SavedValue)]
+        values = self.tape.earlier_values() if self.cursor.holds_values else ()
+        return [value for value in values if isinstance(value, SavedValue)]
 
     # -- pack -------------------------------------------------------------------------------------------------
 
@@ -253,16 +256,14 @@ class Engine:
         """Forward saves ``tensor``. Returns the object that autograd holds in its place."""
         if self.is_aside:
             return SavedHandle.untouched(tensor)
-        return self._timed(self._pack, tensor)
+        return self._kept.pack(tensor, self._policy) or self._timed(self._pack, tensor)
 
     def _timed(self, hook: Callable[[Any], Any], given: Any) -> Any:
         """What the hook returns; users' modes do not see its ops."""
         start_s = time.perf_counter()
         with self._lock:
             try:
-                if not mode_count():
-                    return hook(given)
-                with Unseen():
+                with Unseen() if mode_count() else _NOTHING:
                     return hook(given)
             finally:
                 self.segment.report.hooks_s += time.perf_counter() - start_s
@@ -408,13 +409,12 @@ class Engine:
         self.audit.leaves(value)
         value.is_dropped(recipe)
 
-    # -- unpack -----------------------------------------------------------------------------------------------
-
     def unpack(self, handle: SavedHandle) -> torch.Tensor:
         """Backward asks for a saved tensor: brings its value back if necessary."""
         if self.is_aside:
             return self.rescued(handle)
-        return self._timed(self._unpack, handle)
+        found = self._kept.unpack(handle, self._policy)
+        return self._timed(self._unpack, handle) if found is None else found
 
     def rescued(self, handle: SavedHandle) -> torch.Tensor:
         """The saved tensor, by whatever still has its value: without a step policy, a plan or a meter."""
@@ -461,9 +461,8 @@ class Engine:
         self._carry_out(actions)
         return None
 
-    # -- actions at points (Rule 7) ---------------------------------------------------------------------------
-
     def _carry_out(self, actions: Actions) -> None:
+        """At a point (Rule 7)."""
         if actions is NOTHING:
             return
         self.mechanism.carry_out(actions)
@@ -475,9 +474,8 @@ class Engine:
             self._policy.copy_failed(value, error)
         self._fell_back(FallbackKind.HOST_TIER, CANNOT_WRITE.format(error.strerror))
 
-    # -- divergence (Rule 8) ----------------------------------------------------------------------------------
-
     def _diverge(self, reason: Diverged) -> None:
+        """The step is not the planned one from here on (Rule 8)."""
         assert self._policy is not None
         reason.__traceback__ = None  # its frames hold values, and itself once their locals have been read
         try:

@@ -160,6 +160,16 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
         self.writes = (*self.writes, op)
         self.broken |= op is None or not op.usable
 
+    @property
+    def generation(self) -> int:
+        """That of its present content."""
+        return len(self.writes)
+
+    @property
+    def is_born(self) -> bool:
+        """Whether the op that created it was recorded."""
+        return self.birth is not None
+
     def attach(self, value: Content) -> None:
         """The storage has become a saved value: recipes that read it now claim the value instead of what they held."""
         self.value = weakref.ref(value)

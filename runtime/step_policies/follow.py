@@ -19,7 +19,7 @@ from poochplan.runtime.replays.replay import NotReplayable, StorageRecord
 
 from .diagnosis import Difference, differs_at_pack, differs_at_save, differs_at_use, what_changed
 from .left_out import Gaps, LeftOut
-from .step_policy import NOTHING, Actions, Diverged, KeepAll, StepPolicy, SwapEach
+from .step_policy import NOTHING, Actions, Diverged, KeepAll, KeptPlan, StepPolicy, SwapEach
 
 
 class DivergencePolicy(StrEnum):
@@ -52,6 +52,9 @@ class Follow(StepPolicy):
     inputs, model, tensors: of the planned step, if they matter. With inputs, layers save only after the model is
         called. ``tensors``: its parameters and buffers, as in the plan.
     """
+
+    looks_at_all = False
+    """Whether a subclass does something at each point."""
 
     def __init__(
         self,
@@ -90,6 +93,8 @@ class Follow(StepPolicy):
         self._segment = segment
         if self._inputs and segment.model is None and not segment.announced:
             self._awaits_call = segment
+        else:
+            self.kept = self._kept()
         return Actions(record=True) if self._plan.instructions.record_from_start else NOTHING
 
     def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
@@ -97,7 +102,7 @@ class Follow(StepPolicy):
             self.handle(ordinal, record.save_point, tensor)
             return Decision.KEEP
         if self._awaits_call is not None and self._awaits_call.model is not None:
-            self._awaits_call = None
+            self._awaits_call, self.kept = None, self._kept()
         # Before the model is called, a tensor is not the planned value of a layer.
         if self._awaits_call is not None and index <= self._last and self._planned[index].layer:
             raise Diverged(NOT_CALLED)
@@ -107,6 +112,19 @@ class Follow(StepPolicy):
             raise self._differs(differs_at_save(self._plan.instructions, index, tensor, exact=self._plan.exact))
         self.handle(ordinal, index, tensor)
         return self._planned[index].decision
+
+    def _kept(self) -> KeptPlan | None:
+        return None if self.looks_at_all else self._plan.kept
+
+    def passes_save(self, value: SavedValue, ordinal: int) -> None:
+        assert value.index is not None
+        self._values[value.index] = weakref.ref(value)
+        last = self._plan.last_handles[value.index]
+        if last >= 0:
+            self._to_come[last] = value
+
+    def passes_handle(self, ordinal: int) -> None:
+        self._to_come.pop(ordinal, None)
 
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
         handles = self._handles
@@ -299,6 +317,21 @@ class IndexedPlan:
             {number: value for number, value in enumerate(instructions.values) if value.source},
             exact,
         )
+
+    @cached_property
+    def kept(self) -> KeptPlan | None:
+        """None if steps may be smaller than planned, or the plan has sources: no tensor shows their points."""
+        if not self.exact or self.sources:
+            return None
+        planned, last = self.instructions.values, len(self.instructions.values) - 1
+        values = tuple(
+            (self.dtypes[index], value.shape, value.size_bytes, value.name)
+            if value.decision is Decision.KEEP and self.at_save[index] is None and index != last
+            else None
+            for index, value in enumerate(planned)
+        )
+        uses = zip(self.instructions.uses, self.at_use, strict=True)
+        return KeptPlan(values, self.instructions.handles, tuple(one if free is None else -1 for one, free in uses))
 
     @cached_property
     def gaps(self) -> Gaps:

@@ -62,6 +62,21 @@ _SAID = {
 }
 
 
+Kept = tuple[torch.dtype, tuple[int, ...], int, str]
+"""Dtype, shape, bytes and name of a planned value."""
+
+
+class KeptPlan(NamedTuple):
+    """The points of a plan at which a kept value is saved or any value is used, and nothing else is planned."""
+
+    values: tuple[Kept | None, ...]
+    """By save point; None elsewhere."""
+    handles: Sequence[int]
+    """All handles, by value."""
+    uses: tuple[int, ...]
+    """The handle that is used, by use point; -1 elsewhere."""
+
+
 class StepPolicy:
     """Decides in one segment. Each of its methods may raise ``Diverged`` or ``DivergenceError``.
 
@@ -72,6 +87,8 @@ class StepPolicy:
     """The instructions whose planned places in the host tier its values take; None if they have no planned places."""
     sources: Mapping[int, PlannedValue] = MappingProxyType({})
     """The sources of the plan, by save point; these are passed by the engine."""
+    kept: KeptPlan | None = None
+    """The points that need no decision; None if each needs one. The policy is only told of what passes there."""
 
     def begin(self, segment: Segment) -> Actions:
         return NOTHING
@@ -83,6 +100,12 @@ class StepPolicy:
         ``index``: its save point; None if its storage has had one, and was written since or is no longer held.
         """
         return Decision.KEEP
+
+    def passes_save(self, value: SavedValue, ordinal: int) -> None:
+        """A value has passed its save point, one of ``kept``, with that handle."""
+
+    def passes_handle(self, ordinal: int) -> None:
+        """That handle, a further one of a value of ``kept``, was made."""
 
     def at_sourced(self, index: int, ordinal: int, tensor: torch.Tensor) -> None:
         """The next save point is that of a source; the tensor is the next one that is saved. Raises ``LeftOut`` if the
@@ -185,7 +208,7 @@ def no_room(error: OSError, what: str) -> SpillError:
 def _is_part_of_data(tensor: torch.Tensor, record: StorageRecord) -> bool:
     """Whether it looks like a part of a data set, such as a batch of labels. Swapping it would free nothing."""
     is_part = tensor.nbytes < tensor.untyped_storage().nbytes()
-    return is_part and tensor.is_leaf and not tensor.requires_grad and record.birth is None
+    return is_part and tensor.is_leaf and not tensor.requires_grad and not record.is_born
 
 
 SHARE_BETWEEN_LOOKS = 0.1
