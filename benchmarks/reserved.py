@@ -5,9 +5,9 @@
 
 The networks of the GPU suite at three budgets: 20 steps by default settings, with segments that do not expand, and,
 with ``--cap``, by default with that much more than the budget as the allocator's limit. ``smallest`` is the smallest
-budget that has a plan by live bytes; where no plan reserves so little, the plan says so and has the fewest reserved
-bytes of those looked at. Profile and runs are processes of their own: where the state lies changes what is reserved. A
-row has the budget, what was predicted and what the allocator says of all steps.
+budget that has a plan by live bytes, and takes the place of a smaller share. Where no plan reserves so little, the plan
+says so and has the fewest reserved bytes of those looked at. Profile and runs are processes of their own: where the
+state lies changes what is reserved. A row has the budget, what was predicted and what the allocator says of all steps.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import poochplan
 from benchmarks.facts import Row, facts_of_run, write_results
 from benchmarks.gpu_nets import NETS
 from benchmarks.pairs import profiled
+from poochplan.planner.arena.reserved import budget_bytes_of
 from poochplan.planner.planning import smallest_budget
 from poochplan.torch_private.cuda_internals import set_allocator
 from poochplan.units import parse_bytes
@@ -42,8 +43,10 @@ def make_plans(name: str, folder: Path, options: dict[str, Any]) -> None:
     profile = profiled(NETS[name](WHERE, False).workload, name)
     for budget, way in product(BUDGETS, (EXPANDING, FIXED)):
         device = msgspec.structs.replace(profile.device, expands=way == EXPANDING)
-        named = smallest_budget(profile) if budget == "smallest" else budget
-        found = poochplan.plan(msgspec.structs.replace(profile, device=device), named, threads=1, **options)
+        like = msgspec.structs.replace(profile, device=device)
+        least_bytes = smallest_budget(profile)
+        named = least_bytes if budget == "smallest" else max(least_bytes, budget_bytes_of(like, budget, None))
+        found = poochplan.plan(like, named, threads=1, **options)
         found.save(folder / f"{budget}-{way}.json")
 
 

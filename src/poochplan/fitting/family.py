@@ -18,7 +18,7 @@ from poochplan.planner.whatif import MEASURED, for_machine
 from poochplan.profiler.fake.fake import building
 from poochplan.profiler.link import cached_link
 from poochplan.profiler.profiling import profile
-from poochplan.profiler.request import ProgressCallback
+from poochplan.profiler.request import ProgressCallback, checked_device
 from poochplan.workload import Workload, load_workload, parameter_values, parse_override
 
 Take = Callable[[int], Profile]
@@ -53,6 +53,11 @@ class Family:
         """The seeded workload with that value; raises what ``load_workload`` raises."""
         verify.seed_everything(self.seed)
         return load_workload(self.target, {**self.settings, self.parameter: value}).workload
+
+    def where(self, value: int) -> torch.device:
+        """Where the workload builds its model; raises what building it with that value raises."""
+        with building():
+            return checked_device(self.workload(value).model, None, None, 0)
 
     def items(self, value: int) -> int:
         """Number of items that a step processes, in units of :attr:`unit`."""
@@ -152,10 +157,11 @@ def _profiled(
     family: Family, value: int, machine: Machine, say: ProgressCallback, what: str, *, mode: str, **how: Any
 ) -> Profile:
     say(f"{family.parameter} {value}, {what}")
-    # Measured once for this machine; a roofline has its own.
-    link = None if how.get("roofline") else cached_link(torch.device("cpu"), machine.spill_dir)[0]
     with building() if mode == "fake" else contextlib.nullcontext():
         workload = family.workload(value)
+    where = checked_device(workload.model, None, None, 0)
+    # Measured once for this machine; a roofline has its own.
+    link = None if how.get("roofline") else cached_link(where, machine.spill_dir)[0]
     how |= {"mode": mode, "link": link, "workload": family.name}
     found = profile(workload.step, model=workload.model, optimizer=workload.optimizer, **how)
     return for_machine(found, link=machine.link, compute_scale=machine.compute_scale) if mode == "fake" else found
@@ -166,7 +172,7 @@ class Trial:
     value: int
     steps: int
     peak_bytes: int | None
-    """Most bytes of any metered step."""
+    """Most bytes of any metered step, of what the budget covers."""
     is_within: bool
     """Whether each step stayed within the budget."""
     is_bitwise: bool | None
@@ -194,7 +200,8 @@ def tried(
         run, difference = compared.planned, compared.difference
     else:
         run = verify.run_planned(build, made, record=False, **shared)
-    peaks = [step.peak_bytes for step in run.step_reports if step.peak_bytes is not None]
+    taken = [step.reserved_bytes if made.on == "reserved" else step.peak_bytes for step in run.step_reports]
+    peaks = [one for one in taken if one is not None]
     return Trial(
         value=value,
         steps=steps,

@@ -182,7 +182,9 @@ class _Search:
         """The profiles that decide: those of real steps, of another machine's times, or of its roofline."""
         if not machine.roofline:
             take, exists = with_times(family, machine, say), lambda value: self.quick.has_plan(value) is not None
-            self.judge = Probes(take, budget_bytes, limits, most_overhead, exists=exists)
+            is_quick = not machine.is_here or family.where(self.start).type == "cpu"
+            self.judge = Probes(take, budget_bytes, limits, most_overhead, exists=exists if is_quick else None)
+            self.quick = self.quick if is_quick else self.judge
         self.in_core: int | None = None
 
     def run(self) -> Found:
