@@ -96,7 +96,7 @@ def test_a_step_without_replays_is_planned_by_swapping_alone_and_never_faster() 
 def test_the_page_shows_the_committed_results_of_every_setting() -> None:
     rows = json.loads(RESULTS.read_text())["rows"]
     assert [row["setting"] for row in rows] == [*SETTINGS]
-    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks" / "pages" / "sources.md").read_text(encoding="utf-8")
     assert [row["setting"] for row in rows if sources.line(row) not in page] == []
     assert [row["setting"] for row in rows if sources.waits(row) not in page] == []
 
