@@ -15,11 +15,12 @@ from poochplan.formats.profile import Memory, PointKind, Profile
 from poochplan.formats.profile_parts import host_aligned
 from poochplan.formats.sources import as_planned
 from poochplan.planner.arena.caching_allocator import SMALL_BYTES
-from poochplan.planner.arena.reserved import On, in_core_bytes, is_reserved_known, reserved_peak
+from poochplan.planner.arena.reserved import On, is_reserved_known, reserved_peak
 from poochplan.planner.arena.step_layout import Laid, layout_of
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.search.optimise import Optimum
 from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import Candidate, simulate, try_decisions
 
 from .whatif import shared, without_arena
@@ -166,10 +167,10 @@ def _possible(problem: Problem, value: int, decision: Decision | str) -> Decisio
 def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes: int, laid: Laid | None) -> Prediction:
     peaks, moved = ("peak_bytes", "first_step_peak_bytes"), ("out_bytes", "in_bytes")
     same = (*peaks, *moved, "step_s", "stall_s", "replay_s", "interference_s", "runtime_s")
-    reserved = [
-        reserved_peak(profile, problem, best.schedule, is_expandable=one) if is_reserved_known(profile) else None
-        for one in (True, False)
-    ]
+    reserved: list[int | None] = [None, None, None]
+    if is_reserved_known(profile):
+        reserved = [reserved_peak(profile, problem, best.schedule, is_expandable=one) for one in (True, False)]
+        reserved.append(reserved_peak(profile, problem, keep_all(problem)))
     return Prediction(
         reserved_peak_bytes=reserved[0],
         unexpanded_peak_bytes=reserved[1],
@@ -178,7 +179,7 @@ def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes:
         memory=profile.memory,
         allocated_peak_bytes=_handed_out(profile, best) if profile.device.kind == "cuda" else None,
         in_core_peak_bytes=profile.in_core_peak_bytes,
-        in_core_reserved_bytes=in_core_bytes(profile, "reserved") if is_reserved_known(profile) else None,
+        in_core_reserved_bytes=reserved[2],
         in_core_step_s=problem.plain_s,
         is_timed_alone=profile.times.plain_step_s is not None,
         kept_step_s=problem.keep_all_s,

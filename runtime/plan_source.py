@@ -71,8 +71,10 @@ class PlanSource:
         """What the open segment, which follows no plan, is to take at most; 0 if that does not matter."""
         return 0
 
-    limits_reserved = False
-    """Whether that limit is one of what the allocator takes from a GPU."""
+    @property
+    def limits_reserved(self) -> bool:
+        """Whether that limit is one of what the allocator takes from a GPU."""
+        return False
 
     @property
     def plans(self) -> Mapping[Hashable, ActivePlan]:

@@ -175,9 +175,6 @@ class Cuda(Accelerator):
     def generator(self) -> torch.Generator:
         return torch.cuda.default_generators[self.index]
 
-    def name(self) -> str:
-        return torch.cuda.get_device_name(self.where)
-
 
 def backend_of(where: torch.device) -> Accelerator:
     """That of a device other than the CPU."""
@@ -197,11 +194,12 @@ def synchronize(where: torch.device) -> None:
 
 def backends_in_use() -> list[Accelerator]:
     """The devices of this machine's accelerator, once it is in use."""
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-        return [Cuda(torch.device("cuda", index)) for index in range(count)]
-    kind = accelerator_type()
-    return [Accelerator(torch.device(kind, one)) for one in range(torch.accelerator.device_count())] if kind else []
+    found = torch.accelerator.current_accelerator()  # by what torch is built for: this starts no driver
+    if torch.cuda.is_initialized():
+        return [Cuda(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    if found is None or found.type == "cuda":
+        return []
+    return [Accelerator(torch.device(found.type, index)) for index in range(torch.accelerator.device_count())]
 
 
 def accelerator_type() -> str:

@@ -101,7 +101,7 @@ _LOCK = threading.Lock()
 _installed: HighWater | None = None
 
 
-def high_water(kind: str = "cuda") -> HighWater:
+def high_water(kind: str) -> HighWater:
     """The object of this process, for that type of device: a process has one accelerator. It stays in front of torch's
     calls, for the user may read the marks long after.
     """

@@ -28,8 +28,10 @@ def usable_device(name: str) -> torch.device:
         where = torch.device(name)
     except RuntimeError:
         where = torch.device("meta")
+    if where.type == "cpu":
+        return where  # without a look at the accelerator, which would start its driver
     kind = accelerator_type()
-    if where.type not in ("cpu", "cuda", kind):
+    if where.type not in ("cuda", kind):
         others = f'"{kind}" or "{kind}:N"' if kind else '"cuda" or "cuda:N"'
         raise UsageError(f'device: expected "cpu", {others}, found {name!r}')
     if where.type == "cuda" and kind != "cuda":
@@ -37,12 +39,11 @@ def usable_device(name: str) -> torch.device:
             "device: expected a CUDA device, found none that torch can use; profile and plan for cpu, or for a GPU "
             "that is not there with `pooch profile --mode fake --roofline h200` (or v100, a100) and no --device"
         )
-    if where.type != "cpu":
-        count = torch.cuda.device_count() if kind == "cuda" else torch.accelerator.device_count()
-        if (where.index or 0) >= count:
-            others = f" to {kind}:{count - 1}" if count > 1 else ""
-            raise UsageError(f"device: expected {kind}:0{others}, found {name!r}; name that")
-    if where.type not in ("cpu", "cuda"):
+    count = torch.cuda.device_count() if kind == "cuda" else torch.accelerator.device_count()
+    if (where.index or 0) >= count:
+        others = f" to {kind}:{count - 1}" if count > 1 else ""
+        raise UsageError(f"device: expected {kind}:0{others}, found {name!r}; name that")
+    if kind != "cuda":
         check_accelerator(where)
     return where
 

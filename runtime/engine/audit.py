@@ -221,7 +221,10 @@ class Audit:
 
     def saved_again(self, value: SavedValue, tensor: torch.Tensor) -> None:
         """Another tensor of its storage is saved, perhaps after its release."""
-        if value.decision is Decision.KEEP or (part := Geometry.of(tensor)) in value.parts:
+        if value.decision is Decision.KEEP or not (self._plan is not None or self.compares_unplanned):
+            return
+        part = Geometry.of(tensor)
+        if part in value.parts:
             return
         value.other_parts = (*value.other_parts, part)
         if value.beside is not None and not value.beside.is_kept:

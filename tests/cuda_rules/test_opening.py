@@ -7,6 +7,7 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.runtime.devices.cuda import CudaDevice
+from poochplan.runtime.devices.backend import backends_in_use
 from poochplan.runtime.devices.opening import model_device, open_device, usable_device
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.run_report import MemoryPeaks
@@ -73,3 +74,14 @@ def test_a_device_must_be_known_and_hold_the_whole_model() -> None:
 def test_fragmentation_is_what_was_reserved_and_never_used() -> None:
     assert MemoryPeaks(allocated_bytes=75, reserved_bytes=100).fragmentation == 0.25
     assert MemoryPeaks(allocated_bytes=0, reserved_bytes=0).fragmentation == 0.0
+
+
+def test_what_runs_on_the_cpu_asks_for_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look whether CUDA is available starts its driver, which processes that fork afterwards cannot use."""
+
+    def started() -> bool:
+        raise AssertionError("the driver is started")
+
+    monkeypatch.setattr(torch.cuda, "is_available", started)
+    assert usable_device("cpu").type == "cpu"
+    assert backends_in_use() == []

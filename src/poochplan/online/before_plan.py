@@ -15,6 +15,7 @@ import torch
 
 from poochplan.errors import UsageError
 from poochplan.formats.run_record import segments_expand
+from poochplan.runtime.devices.allocator import in_session
 from poochplan.runtime.devices.backend import backend_of, memory_left
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.metering.allocated import joined_count
@@ -81,9 +82,10 @@ class BeforePlan:
         vars(self).pop("_widest", None)  # layers may have been replaced since the last step
         return SwapEach(at_once=True) if mode is Unplanned.SWAP else self._while_room
 
-    @property
-    def is_on_gpu(self) -> bool:
-        return self._where.type == "cuda"
+    @functools.cached_property
+    def knows_reserved(self) -> bool:
+        """Whether budgets cover reserved bytes by default: on a GPU whose allocator follows the known rules."""
+        return self._where.type == "cuda" and in_session().expand is not None
 
     @property
     def can_bind(self) -> bool:

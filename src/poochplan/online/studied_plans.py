@@ -236,8 +236,8 @@ class StudiedPlans(LoopObserver):
         return self._known.budget_bytes if self._is_limited else 0
 
     @property
-    def limits_reserved(self) -> bool:  # type: ignore[override]
-        return covers_reserved(self._known.on, is_known=self._before.is_on_gpu)
+    def limits_reserved(self) -> bool:
+        return covers_reserved(self._known.on, is_known=self._before.knows_reserved)
 
     def _without_plan(self, key: Key, profile: Profile | None, *, is_refused: bool) -> StepPolicy:
         """Keeps all values if that is known to fit the budget, and swaps if the budget was guaranteed."""
