@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from poochplan.errors import UsageError
-from poochplan.runtime.devices.cuda import CudaDevice
 from poochplan.runtime.devices.backend import backends_in_use
+from poochplan.runtime.devices.cuda import CudaDevice
 from poochplan.runtime.devices.opening import model_device, open_device, usable_device
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.run_report import MemoryPeaks
