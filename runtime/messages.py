@@ -7,6 +7,9 @@ filters make an error is a line on stderr.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -34,7 +37,8 @@ def warn(text: str, category: type[Warning] = RuntimeWarning) -> bool:
     try:
         if _action(line, category, sys._getframe(level - 1)) == "ignore":
             return False
-        warnings.warn(line, category, stacklevel=level)
+        with contextlib.redirect_stderr(None) if _is_closed() else contextlib.nullcontext():
+            warnings.warn(line, category, stacklevel=level)
     except Warning:
         if raises():
             raise
@@ -61,11 +65,26 @@ def _action(line: str, category: type[Warning], frame: FrameType) -> str:
 def _write(text: str) -> None:
     """Writes to the stderr of this moment. One that is missing, closed, full or broken gets nothing."""
     try:
-        if sys.stderr is not None:
+        if sys.stderr is not None and not _is_closed():
             sys.stderr.write(text)
             sys.stderr.flush()
     except Exception:  # any object may stand there
         return
+
+
+def _is_closed() -> bool:
+    """Whether the descriptor of stderr is closed. Python would keep what is written to it, and try again as the process
+    ends, whose exit code would then be 120.
+    """
+    try:
+        os.fstat(sys.stderr.fileno())
+    except io.UnsupportedOperation:  # it has none
+        return False
+    except OSError:
+        return True
+    except Exception:  # any object may stand there, or none
+        return False
+    return False
 
 
 def _is_terminal() -> bool:

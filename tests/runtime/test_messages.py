@@ -218,6 +218,19 @@ def test_a_loop_without_stderr_trains_with_the_same_bits(kind: str) -> None:
     assert python(DAEMON.format(before=before, amid=amid)) == "equal\n"
 
 
+@pytest.mark.parametrize("says", ["Messages(is_quiet=False).say('progress')", "warn('a warning')"])
+def test_what_is_said_to_a_closed_descriptor_changes_no_exit_code(says: str) -> None:
+    code = f"""
+        import os, warnings
+        from poochplan.runtime.messages import Messages, warn
+        warnings.simplefilter("always")
+        os.close(2)
+        {says}
+        print("end")
+    """
+    assert python(code, is_fresh=True, PYTHONUNBUFFERED="") == "end\n"  # and ends with 0
+
+
 @pytest.mark.parametrize("action", ["error", "ignore"])
 def test_a_loop_whose_filters_hide_warnings_or_raise_them_says_its_refusal_and_goes_on(action: str) -> None:
     before = f"import warnings; warnings.simplefilter('{action}')"
