@@ -379,7 +379,7 @@ def _survive_disabled_modes(patch: pytest.MonkeyPatch, rules: Rules) -> None:
         with _disable_current_modes(), rules:
             yield
 
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # other threads import
         if name.startswith(("poochplan", "tests", "benchmarks")):
             for key, thing in list(vars(module).items()):
                 if thing is _disable_current_modes and name != __name__:

@@ -181,6 +181,6 @@ def _importers(original: FunctionType) -> list[Any]:
 
     return [
         module
-        for name, module in list(sys.modules.items())
+        for name, module in sys.modules.copy().items()
         if name.startswith("poochplan") and vars(module).get(original.__name__) is original
     ]

@@ -130,7 +130,7 @@ def leave_alone(*packages: str) -> None:
     """Has the compiler run these packages' functions as they are where code around the model is compiled, and calls
     them outside its graphs. Otherwise it compiles one after another, and fails at some.
     """
-    for name, module in tuple(sys.modules.items()) if _compiler_is_there() else ():
+    for name, module in sys.modules.copy().items() if _compiler_is_there() else ():
         if name.startswith(packages) and name not in _LEFT_ALONE:
             _LEFT_ALONE.add(name)
             for code in _codes_in(module):
