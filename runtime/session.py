@@ -28,6 +28,7 @@ from poochplan.runtime.step_totals import StepTotals
 from poochplan.units import format_bytes
 
 from .active_plan import ActivePlan, OverBudget, out_of_memory_text
+from .arena.page_pool import pool_of_session
 from .arena.step_arena import StepArena
 from .attachment import Attachment
 from .budget_keeper import FROM_TORCH, BudgetKeeper
@@ -68,7 +69,8 @@ class Session:
     ) -> None:
         self._models, self._source, self._where = models, source, where
         self._on_over_budget, self._cap_bytes, self._explain = on_over_budget, cap_bytes, explain
-        self._step_arena = step_arena or StepArena(None, "off")
+        self._pool = pool_of_session(where.type)
+        self._step_arena = (None if self._pool else step_arena) or StepArena(None, "off")
         self._messages, self._meter = messages or Messages(is_quiet=True), StepMeter(where.type, meter)
         self._is_metered, self._on_audit = meter != "never", on_audit
         self._totals = StepTotals(models)
@@ -114,6 +116,8 @@ class Session:
             self._warns_if_full(lambda: self._device.reserve_host(self._engine.host.planned_bytes))
             stack.callback(self._meter.step_is_over)
             stack.callback(self._step_arena.close)
+            if self._pool is not None:
+                stack.callback(self._pool.close)
             self._collect()
             self._engine.audit.compares_unplanned = self._on_audit is not OnAudit.OFF
             self._device.start_peaks()
@@ -372,6 +376,8 @@ class Session:
             self._step_arena.stands_aside()
             self._meter.uses_arena(0)
         self._source.begins(segment)
+        if self._pool is not None:
+            self._pool.within(plan.plan.budget_bytes if plan is not None else self._source.limit_bytes)
         self._keeper.limit_bytes = self._source.limit_bytes if plan is None and self._is_metered else 0
         if plan is None:
             self._keeper.begins_without_plan(self._engine, self._device)

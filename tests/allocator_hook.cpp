@@ -75,3 +75,9 @@ extern "C" void hook_restart() {
   peak = live;
   small_peak = small;
 }
+// Bytes that another allocator than the C library's has taken, or given back.
+extern "C" void hook_change(long bytes) {
+  std::lock_guard<std::mutex> guard(mutex);
+  live += bytes;
+  peak = std::max(peak, live);
+}

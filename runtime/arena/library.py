@@ -61,6 +61,11 @@ _SIGNATURES: Signatures = {
     "arena_live_blocks": (_INT64, (_HANDLE,)),
     "arena_resident_bytes": (_INT64, (_HANDLE,)),
     "arenas_mapped": (_INT64, ()),
+    "pool_open": (None, (_HANDLE, _INT64, _INT64, _INT64)),
+    "pool_close": (None, ()),
+    "pool_counts": (None, (_HANDLE,)),
+    "pool_reset_most": (None, ()),
+    "pool_tell_to": (None, (_HANDLE,)),
 }
 """Result and arguments of each function of ``native/allocator.cpp``, without the ``pooch_`` of its name there."""
 

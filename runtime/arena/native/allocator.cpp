@@ -16,6 +16,7 @@
 
 #include "arena.h"
 #include "blocks.h"
+#include "pool.h"
 #include "scopes.h"
 
 namespace {
@@ -48,6 +49,7 @@ struct State {
   pooch::LiveBlocks blocks;
   Register<Scope> scopes;
   Register<Arena> arenas;
+  pooch::Pool pool;
   std::atomic<int64_t> next_id{0};
   std::atomic<uint32_t> threads{0}, serials{0};
   std::atomic<int> huge_pages{0}; // number of blocks of code that request them
@@ -72,10 +74,10 @@ uint32_t this_thread() noexcept {
 }
 
 // False if there is no memory for the block's entry: then it is not counted or recorded.
-bool note_birth(void* address, size_t size_bytes, Arena* arena) noexcept {
+bool note_birth(void* address, size_t size_bytes, Arena* arena, bool is_pooled = false) noexcept {
   Scope* scope = here.scope;
   const Block block{address,       size_bytes, state.next_id.fetch_add(1, std::memory_order_relaxed),
-                    this_thread(), scope ? scope->serial : 0, arena};
+                    this_thread(), scope ? scope->serial : 0, arena, is_pooled};
   if (!state.blocks.insert(block)) return false;
   if (scope != nullptr) scope->born(block);
   return true;
@@ -90,11 +92,15 @@ void release(void* address) {
     return;
   }
   state.scopes.for_each([&](Scope& scope) { scope.died(block, &scope == here.scope); });
-  if (block.arena == nullptr) {
+  if (block.is_outside()) {
     state.give_back(address);
     return;
   }
   c10::profiledCPUMemoryReporter().Delete(address);
+  if (block.is_pooled) {
+    state.pool.give_back(address, block.size_bytes);
+    return;
+  }
   block.arena->give_back(address);
 }
 
@@ -113,12 +119,17 @@ class Allocator final : public c10::Allocator {
     if (here.arena != nullptr && here.asides == 0) {
       if (c10::DataPtr served = from_arena(size_bytes)) return served;
     }
+    const bool is_of_step = here.asides == 0 && state.pool.is_open_for(here.scope);
+    if (is_of_step && size_bytes >= state.pool.least_bytes()) {
+      if (c10::DataPtr pooled = from_pool(size_bytes)) return pooled;
+    }
     c10::DataPtr block = state.inner->allocate(size_bytes);
     // Only a plain block can be freed by its address; others keep their own deleter.
     if (block.get() != block.get_context() || block.get_deleter() != state.give_back) return block;
     void* address = block.release_context();
     if (state.huge_pages.load(std::memory_order_relaxed) > 0) ask_for_huge_pages(address, size_bytes);
     note_birth(address, size_bytes, nullptr);
+    if (is_of_step) state.pool.look();
     return owned(address);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -140,6 +151,17 @@ class Allocator final : public c10::Allocator {
     c10::profiledCPUMemoryReporter().New(address, size_bytes); // the wrapped allocator does this for its own blocks
     return block;
   }
+  static c10::DataPtr from_pool(size_t size_bytes) {
+    void* address = state.pool.take(size_bytes);
+    if (address == nullptr) return {};
+    if (!note_birth(address, size_bytes, nullptr, true)) {
+      state.pool.give_back(address, size_bytes);
+      return {};
+    }
+    c10::DataPtr block = owned(address);
+    c10::profiledCPUMemoryReporter().New(address, size_bytes);
+    return block;
+  }
 };
 Allocator& allocator = *new Allocator;
 
@@ -150,11 +172,13 @@ void before_fork() noexcept {
   state.arenas.mutex.lock();
   state.scopes.for_each([](Scope& scope) { scope.mutex.lock(); });
   state.arenas.for_each([](Arena& arena) { arena.mutex.lock(); });
+  state.pool.mutex.lock();
   state.blocks.lock();
 }
 
 void after_fork() noexcept {
   state.blocks.unlock();
+  state.pool.mutex.unlock();
   state.arenas.for_each([](Arena& arena) { arena.mutex.unlock(); });
   state.scopes.for_each([](Scope& scope) { scope.mutex.unlock(); });
   state.arenas.mutex.unlock();
@@ -164,6 +188,7 @@ void after_fork() noexcept {
 void in_child() noexcept {
   state.scopes.for_each([](Scope& scope) { scope.stop(); });
   state.arenas.for_each([](Arena& arena) { arena.stop(); });
+  state.pool.stop();
   here.scope = nullptr;
   here.arena = nullptr;
   after_fork();
@@ -208,7 +233,10 @@ POOCH int64_t pooch_block_at(const void* address) noexcept {
 }
 
 // Whether a live block begins there that lies in an arena.
-POOCH int pooch_is_served(const void* address) noexcept { return state.blocks.at(address).arena != nullptr; }
+POOCH int pooch_is_served(const void* address) noexcept { 
+  const Block found = state.blocks.at(address);
+  return found.address != nullptr && !found.is_outside();
+}
 
 POOCH Scope* pooch_scope_new() noexcept {
   auto* scope = new (std::nothrow) Scope(state.serials.fetch_add(1) + 1);
@@ -302,3 +330,11 @@ POOCH int64_t pooch_arena_resident_bytes(Arena* arena) noexcept {
   }
 }
 POOCH int64_t pooch_arenas_mapped() noexcept { return Arena::mapped_count().load(); }
+
+POOCH void pooch_pool_open(Scope* scope, int64_t limit_bytes, int64_t piece_bytes, int64_t least_bytes) noexcept {
+  state.pool.open(scope, limit_bytes, static_cast<size_t>(piece_bytes), static_cast<size_t>(least_bytes));
+}
+POOCH void pooch_pool_close() noexcept { state.pool.close(); }
+POOCH void pooch_pool_counts(int64_t* out) noexcept { state.pool.counts(out); }
+POOCH void pooch_pool_reset_most() noexcept { state.pool.reset_most(); }
+POOCH void pooch_pool_tell_to(void (*listener)(long)) noexcept { state.pool.tell_to(listener); }

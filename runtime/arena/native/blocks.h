@@ -20,6 +20,9 @@ struct Block {
   uint32_t thread = 0;    // that allocated it
   uint32_t scope = 0;     // the serial of the scope that thread had joined, or 0
   Arena* arena = nullptr; // that has it, or null for the ordinary allocator
+  bool is_pooled = false; // whether the pool has it
+
+  bool is_outside() const noexcept { return arena == nullptr && !is_pooled; }
 };
 
 // An open-addressed table by address with linear probing. Entries move back on removal, so no tombstones accumulate in

@@ -87,17 +87,17 @@ class Scope {
     if (counts_.is_on.load(std::memory_order_acquire)) {
       const int64_t size_bytes = rounded(block.size_bytes);
       raise_to(bytes_[kLive].fetch_add(size_bytes) + size_bytes, bytes_[kMostLive]);
-      if (block.arena == nullptr) raise_to(bytes_[kOutside].fetch_add(size_bytes) + size_bytes, bytes_[kMostOutside]);
+      if (block.is_outside()) raise_to(bytes_[kOutside].fetch_add(size_bytes) + size_bytes, bytes_[kMostOutside]);
     }
     if (records_.is_on.load(std::memory_order_acquire) && block.thread == records_.thread.load()) {
       append({static_cast<int64_t>(EventKind::kBirth), block.id, static_cast<int64_t>(block.size_bytes),
-              block.arena != nullptr});
+              !block.is_outside()});
     }
   }
   void died(const Block& block, bool is_on_its_thread) noexcept {
     if (counts_.has(block, serial)) {
       bytes_[kLive].fetch_sub(rounded(block.size_bytes));
-      if (block.arena == nullptr) bytes_[kOutside].fetch_sub(rounded(block.size_bytes));
+      if (block.is_outside()) bytes_[kOutside].fetch_sub(rounded(block.size_bytes));
     }
     if (records_.has(block, serial)) {
       append({static_cast<int64_t>(EventKind::kDeath), block.id, static_cast<int64_t>(block.size_bytes),
