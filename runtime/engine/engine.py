@@ -285,7 +285,7 @@ class Engine:
         if (
             storage is None
             or (type(whole) is not torch.Tensor and self._own.has_parameter(whole))
-            or self.audit.passes(storage_identity(storage), self.tape.static)
+            or self._is_own(storage_identity(storage))
             or tensor.get_device() != self._index
         ):
             return SavedHandle.untouched(whole)
@@ -309,6 +309,17 @@ class Engine:
         self._another_handle(record, tensor)
         self.audit.saved_again(known, tensor)
         return SavedHandle.another(tensor, known, cursor.lease(), segment.number, segment.packs - 1, shell)
+
+    def _is_own(self, storage: int) -> bool:
+        """Whether the storage that is now saved is one of the model's own tensors."""
+        if not self.audit.passes(storage, self.tape.static):
+            return False
+        if self._policy is not None and self._policy.marks is not None and self.cursor.is_open:
+            try:
+                self._policy.passes_own(storage, self.segment.saves)
+            except LeftOut as gap:
+                self._pass_over(gap)
+        return True
 
     def _another_handle(self, record: StorageRecord, tensor: torch.Tensor) -> None:
         assert self._policy is not None
@@ -381,11 +392,12 @@ class Engine:
             index = None
             decision = self._policy.saved(index, ordinal, tensor, record)
         planned = index if self.follows is not None else None
+        may_leave = decision is Decision.KEEP and planned is not None and self._policy.may_leave(planned)
         if decision is not Decision.KEEP and self.audit.is_kept(planned, tensor):
             decision = Decision.KEEP
         segment.packs += 1
         segment.saved_values += 1
-        value = SavedValue.of(decision, record, tensor, self.device.compute)
+        value = SavedValue.of(decision, record, tensor, self.device.compute, may_leave=may_leave)
         segment.saved_bytes += tensor.untyped_storage().nbytes()
         record.attach(value)
         record.packed = True

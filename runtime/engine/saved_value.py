@@ -68,10 +68,20 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
     """Parts of its storage that were saved behind the first one, each once. Empty if it is kept."""
 
     @classmethod
-    def of(cls, decision: Decision, record: StorageRecord, tensor: torch.Tensor, home: Stream | None) -> SavedValue:
-        """The value of a tensor that is on the device, if no other value still stands for its storage."""
+    def of(
+        cls,
+        decision: Decision,
+        record: StorageRecord,
+        tensor: torch.Tensor,
+        home: Stream | None,
+        *,
+        may_leave: bool = False,
+    ) -> SavedValue:
+        """The value of a tensor that is on the device, if no other value still stands for its storage. ``may_leave``:
+        whether it is only kept as long as the step follows its plan.
+        """
         storage = tensor.untyped_storage()
-        if decision is Decision.KEEP:
+        if decision is Decision.KEEP and not may_leave:
             probe, geometry = detached_alias(tensor), None
         else:
             probe, geometry = version_probe(tensor), Geometry.of(tensor)
@@ -103,6 +113,11 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
     def parts(self) -> Sequence[Geometry]:
         """The parts of its storage that are saved, in the order of their packs."""
         return (self.geometry or Geometry.of(self.probe), *self.other_parts)
+
+    def is_no_longer_kept(self) -> None:
+        """The step has left its plan. It can be swapped, if no handle holds its tensor."""
+        if self.decision is Decision.KEEP and self.geometry is not None and self.state is ValueState.ON_DEVICE:
+            self.decision = Decision.SWAP
 
     # -- transitions ------------------------------------------------------------------------------------------
 
@@ -235,7 +250,7 @@ class SavedHandle(msgspec.Struct, gc=False, eq=False):
     ) -> SavedHandle:
         """A handle of another view of a value."""
         version = version_of(tensor)
-        if value.decision is Decision.KEEP:
+        if value.geometry is None:
             return cls(detached_alias(tensor), version, None, value, lease, segment, ordinal, shell=shell)
         return cls(version_probe(tensor), version, Geometry.of(tensor), value, lease, segment, ordinal, shell=shell)
 

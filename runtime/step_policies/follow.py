@@ -19,6 +19,7 @@ from poochplan.runtime.replays.replay import NotReplayable, StorageRecord
 
 from .diagnosis import Difference, differs_at_pack, differs_at_save, differs_at_use, what_changed
 from .left_out import Gaps, LeftOut
+from .marks import Marks
 from .step_policy import NOTHING, Actions, Diverged, KeepAll, StepPolicy, SwapEach
 
 
@@ -88,6 +89,9 @@ class Follow(StepPolicy):
 
     def begin(self, segment: Segment) -> Actions:
         self._segment = segment
+        if "gaps" in vars(self._plan) and self._policy is not DivergencePolicy.ERROR:
+            self.marks = self._plan.marks
+            self.marks.step_begins()
         if self._inputs and segment.model is None and not segment.announced:
             self._awaits_call = segment
         return Actions(record=True) if self._plan.instructions.record_from_start else NOTHING
@@ -107,6 +111,9 @@ class Follow(StepPolicy):
             raise self._differs(differs_at_save(self._plan.instructions, index, tensor, exact=self._plan.exact))
         self.handle(ordinal, index, tensor)
         return self._planned[index].decision
+
+    def may_leave(self, index: int) -> bool:
+        return self.marks is not None and not self._planned[index].why
 
     def handle(self, ordinal: int, index: int | None, tensor: torch.Tensor) -> None:
         handles = self._handles
@@ -131,6 +138,12 @@ class Follow(StepPolicy):
             if plan.fits(behind + (behind in self.sources), tensor) and plan.gaps.may_leave_out(index, behind):
                 raise self._pass_over(index, behind, ordinal, plan.gaps.first_handle(behind))
 
+    def passes_own(self, storage: int, saves: int) -> None:
+        assert self.marks is not None
+        plan, behind = self._plan, self.marks.passes(storage, saves)
+        if saves < behind <= self._last and self._awaits_call is None and plan.gaps.may_leave_out(saves, behind):
+            raise self._pass_over(saves, behind, self._segment.packs, plan.gaps.first_handle(behind))
+
     def _is_another_handle(self, ordinal: int, index: int, tensor: torch.Tensor) -> bool:
         """Whether a handle that is not planned there stands for one of a layer that is left out. Raises
         ``LeftOut`` if it is planned behind layers that may be left out.
@@ -150,6 +163,8 @@ class Follow(StepPolicy):
         return False
 
     def _pass_over(self, index: int, behind: int, ordinal: int, pack: int, use: int = 0) -> LeftOut:
+        if self.marks is not None:
+            self.marks.passes_over(behind - index)
         self._absent_values.update(range(index, behind))
         self._absent.update(range(ordinal, pack))
         for handle in range(ordinal, pack):
@@ -199,6 +214,10 @@ class Follow(StepPolicy):
             self._to_come[self._plan.last_handles[index]] = value
         planned = self._plan.at_save[index]
         actions = NOTHING if planned is None else self._resolved(planned)
+        if self.marks is not None and (is_on := self._plan.records[index]) is not None:
+            actions = actions._replace(
+                record=is_on or self.marks.may_leave_out_from(index + 1, self._plan.gaps.may_leave_out)
+            )
         # No op after the last save is replayed, and backward must not run under the recorder.
         return actions._replace(record=False) if index == self._last else actions
 
@@ -255,6 +274,8 @@ class Follow(StepPolicy):
 
     def diverged(self, reason: Diverged) -> tuple[StepPolicy, Actions]:
         self._let_go()
+        if self.marks is not None and self._absent:
+            self.marks.is_off = True
         self.divergence = reason.reason
         if self._difference is not None:
             changed = what_changed(self._segment, self._inputs, self._model, self._difference, self._tensors)
@@ -263,7 +284,10 @@ class Follow(StepPolicy):
         if self._awaits_call is not None and self._awaits_call.model is None:  # perhaps not a step of the model
             self._awaits_call.aside = True
             return KeepAll(), NOTHING
-        return self._safe, self._safe.take(self._alive(sorted(self._values)))
+        alive = self._alive(sorted(self._values))
+        for value in alive:
+            value.is_no_longer_kept()
+        return self._safe, self._safe.take(alive)
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,6 +328,21 @@ class IndexedPlan:
     def gaps(self) -> Gaps:
         """Made in the first step that leaves something out."""
         return Gaps(self.instructions)
+
+    @cached_property
+    def marks(self) -> Marks:
+        """Made with the gaps."""
+        return Marks(len(self.instructions.values))
+
+    @cached_property
+    def records(self) -> tuple[bool | None, ...]:
+        """Whether ops are recorded behind each save point; None behind all if that never changes."""
+        is_on, found = self.instructions.record_from_start, list[bool | None]()
+        for planned in self.at_save:
+            switched = None if planned is None else _RECORD[planned.record]
+            is_on = is_on if switched is None else switched
+            found.append(is_on)
+        return tuple(found) if len(set(found)) > 1 else (None,) * len(found)
 
     def is_resized(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether the tensor is the planned value of this save point, but for its size."""

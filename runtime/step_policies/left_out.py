@@ -3,7 +3,8 @@
 The plan is of the longest path. Where a step saves something else than planned, what it saves may be planned behind
 some layers. If all that is planned in between is that of whole layers, the step leaves these out, and follows the plan
 behind them. Their points count as passed. Values are matched by what they look like, so that of equal layers any may
-count as the missing one. Then the decisions of one are those of another, and no bytes change.
+count as the missing one, until parameters tell them apart (``marks.py``). Then the decisions of one are those of
+another, and no bytes change.
 
 Recipes are made from what really ran, so a wrong match costs time or memory, and never bits.
 """

@@ -23,6 +23,8 @@ from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.replays.replay import NotReplayable, StorageRecord
 from poochplan.runtime.run_report import FallbackKind
 
+from .marks import Marks
+
 
 class Actions(NamedTuple):
     """The actions at one point, in this order."""
@@ -73,8 +75,16 @@ class StepPolicy:
     sources: Mapping[int, PlannedValue] = MappingProxyType({})
     """The sources of the plan, by save point; these are passed by the engine."""
 
+    marks: Marks | None = None
+    """Where the layers of its plan are. Only with them :meth:`passes_own` is called."""
+
     def begin(self, segment: Segment) -> Actions:
         return NOTHING
+
+    def passes_own(self, storage: int, saves: int) -> None:
+        """A parameter or buffer is saved, behind so many save points. Raises ``LeftOut`` if its layer is planned behind
+        others.
+        """
 
     def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
         """Decides about a tensor whose storage is not a live value yet, and which gets the ``ordinal``-th handle of the
@@ -83,6 +93,10 @@ class StepPolicy:
         ``index``: its save point; None if its storage has had one, and was written since or is no longer held.
         """
         return Decision.KEEP
+
+    def may_leave(self, index: int) -> bool:
+        """Whether the value of that save point, which the plan keeps, is swapped if the step leaves its plan."""
+        return False
 
     def at_sourced(self, index: int, ordinal: int, tensor: torch.Tensor) -> None:
         """The next save point is that of a source; the tensor is the next one that is saved. Raises ``LeftOut`` if the

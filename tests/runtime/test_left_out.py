@@ -14,7 +14,10 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.queries import saved_values
 from poochplan.runtime.engine import audit
+from poochplan.runtime.run_report import FallbackKind, StepReport
+from poochplan.runtime.step_policies import marks
 from tests.live_bytes import LiveBytes
 from tests.runtime.besides import tight
 from tests.runtime.detours import Step, fresh_model, gradients_of, profile_of, under
@@ -49,12 +52,13 @@ class Dropped(Paths):
     """LayerDrop over blocks that differ in width, each with dropout."""
 
     longest = range(4)
+    widths: Sequence[int] = (64, 128, 64, 96)
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(32), nn.Linear(32, wide), nn.GELU(), nn.Dropout(0.2), nn.Linear(wide, 32))
-            for wide in (64, 128, 64, 96)
+            for wide in self.widths
         )
         self.head = nn.Linear(32, 10)
 
@@ -62,6 +66,12 @@ class Dropped(Paths):
         for number in self.path:
             rows = rows + self.blocks[number](rows)
         return self.head(rows)
+
+
+class Equal(Dropped):
+    """The same with blocks of one look."""
+
+    widths = (64,) * 4
 
 
 class Bottleneck(nn.Module):
@@ -158,6 +168,79 @@ def test_a_step_that_leaves_out_layers_is_bitwise_the_plain_one_and_is_not_told_
         assert "diverged" not in left
         assert not [text for text in told if "diverged" in text]
         assert reports[-1].steps_followed == len(steps)
+
+
+@NETWORKS
+def test_the_same_once_layers_are_known_by_their_parameters(
+    network: type[Paths], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only some layers are recorded, since only they have values that are recomputed."""
+    monkeypatch.setattr(marks, "LEARNED_IN", 2)
+    steps = [network.step(path) for path in (network.longest, *PATHS[network], *PATHS[network], network.longest)]
+    keep, recompute = Decision.KEEP, Decision.RECOMPUTE
+    late = decided(profile_of(network, network.step(network.longest)), [*[keep] * 9, *[recompute] * 9])
+    for plan in (plans_of(network)[0], plans_of(network)[3], late):
+        reports, told = under(plan, network, steps)
+        assert not [text for text in told if "diverged" in text or "recomputed" in text]
+        assert not any(report.last_step.fallbacks for report in reports[1:])
+
+
+def steps_of(plan: Plan, paths: Sequence[Sequence[int]]) -> list[StepReport]:
+    """A report of each step; all are bitwise those in-core."""
+    reports, _ = under(plan, Equal, [Equal.step(path) for path in paths], arena="off", on_audit="off")
+    return [report.last_step for report in reports]
+
+
+LEARNING = [Equal.longest, (0, 1, 3)] * 5
+"""Enough steps for layers to be known by their parameters."""
+
+
+def plan_of_one(block: int, wish: Decision) -> Plan:
+    """Of equal blocks, where values of one block alone do not stay."""
+    profile = profile_of(Equal, Equal.step(Equal.longest))
+    layers = [profile.values[index].layer for index in saved_values(profile)]
+    return decided(profile, [wish if layer.startswith(f"blocks.{block}.") else Decision.KEEP for layer in layers])
+
+
+@pytest.mark.parametrize("block", [0, 2])
+def test_of_equal_layers_a_missing_one_takes_its_own_moves_with_it(block: int) -> None:
+    """Without its parameters the layer behind it would have its decisions."""
+    without = [number for number in Equal.longest if number != block]
+    lacks_another = [number for number in Equal.longest if number != 3 - block]
+    whole, short, other = steps_of(
+        plan_of_one(block, Decision.SWAP), [*LEARNING, Equal.longest, without, lacks_another]
+    )[-3:]
+    assert short.out_bytes == short.in_bytes == 0
+    assert whole.out_bytes == other.out_bytes > 0
+
+
+def test_behind_a_missing_layer_the_first_op_is_recorded_too() -> None:
+    """Once it saves its parameter it runs already."""
+    short = steps_of(plan_of_one(3, Decision.RECOMPUTE), [*LEARNING, (0, 1, 3), (0, 3)])[-2:]
+    assert [step.fallbacks for step in short] == [0, 0]
+    assert all(step.replayed_values for step in short)
+
+
+def test_layers_that_come_in_any_order_are_not_known_by_their_parameters() -> None:
+    plan = plan_of_one(1, Decision.SWAP)
+    found = steps_of(plan, [Equal.longest, (3, 1, 0), (0, 2, 1), (2, 0, 3), *LEARNING, (2, 1, 0), (3, 0), (3, 0)])
+    assert not sum(step.fallbacks for step in found)
+
+
+def test_an_order_that_comes_late_leaves_the_plan_once_at_most() -> None:
+    found = steps_of(plan_of_one(1, Decision.SWAP), [*LEARNING, (3, 1, 0), (3, 1, 0), (2, 0), (1, 0)])
+    assert sum(step.fallbacks for step in found) <= 1
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_is_kept_leaves_too_if_a_step_leaves_its_plan_where_steps_vary(is_known: bool) -> None:
+    """A longer path that comes for the first time, behind shorter ones."""
+    plan = decided(profile_of(Equal, Equal.step(range(3))), [Decision.KEEP])
+    before = [range(3), (0, 2) if is_known else range(3), range(3)]
+    last = steps_of(plan, [*before, Equal.longest])[-1]
+    assert last.fallback_kinds == {FallbackKind.DIVERGED: 1}
+    kept_bytes = sum(value.size_bytes for value in plan.values if not value.why)
+    assert (last.out_bytes >= kept_bytes) is is_known
 
 
 def peak_of(plan: Plan, network: type[Paths], make: Callable[[Paths], torch.Tensor]) -> int:
