@@ -5,7 +5,8 @@
 Each network has a block of ``tests/programs/late_writes.py`` in its middle, and a random plan that keeps no value. From
 step 25 on the block writes. The loop does not learn, so that each step is right or wrong by itself; gradients are
 compared bit by bit with those of the same loop in-core. Nothing is kept beside: checksums are compared. The bound is
-the number of values that the plan releases; each loop has twice as many steps with writes.
+the number of values that the plan releases; each loop has twice as many steps with writes, or ends after --calm steps
+in which nothing was wrong or told, behind the first that was told, or behind the bound if there was none.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def plan_of(network: str) -> poochplan.Plan:
     return random_plan(profile, 0, SWAP_AND_RECOMPUTE)
 
 
-def measured(network: str, kind: str, plan: poochplan.Plan) -> Row:
+def measured(network: str, kind: str, plan: poochplan.Plan, calm: int) -> Row:
     released = sum(value.decision is not Decision.KEEP for value in plan.values)
     plain, loop, wrong, told = Loop(network, kind), Loop(network, kind), list[int](), list[int]()
     with warnings.catch_warnings(), poochplan.apply(plan, loop.model, meter="never") as session:
@@ -101,20 +102,24 @@ def measured(network: str, kind: str, plan: poochplan.Plan) -> Row:
                 wrong.append(number - BEGINS)
             if session.report().total.audit_differences > before:
                 told.append(number - BEGINS)
+            latest = max(*wrong, *told, -1, 0 if told else released)
+            if calm and number - BEGINS >= latest + calm:
+                break
     row: Row = {"network": network, "write": kind, "values": len(plan.values), "bound": released}
+    row["steps"] = number + 1 - BEGINS
     return row | {"told_after": told[0] + 1 if told else None, "told": len(told), "wrong_steps": len(wrong)}
 
 
-def rows_of(network: str, kinds: list[str]) -> list[Row]:
+def rows_of(network: str, kinds: list[str], calm: int) -> list[Row]:
     plan = plan_of(network)
-    return [measured(network, kind, plan) for kind in kinds]
+    return [measured(network, kind, plan, calm) for kind in kinds]
 
 
 def main() -> None:
-    parser = parser_of(__doc__, networks=list(NETWORKS), kinds=list(KINDS))
+    parser = parser_of(__doc__, networks=list(NETWORKS), kinds=list(KINDS), calm=(0, "0: no loop ends early"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    taken(arguments, arguments.networks, lambda network: rows_of(network, arguments.kinds))
+    taken(arguments, arguments.networks, lambda network: rows_of(network, arguments.kinds, arguments.calm))
 
 
 if __name__ == "__main__":
