@@ -215,11 +215,14 @@ class Follow(StepPolicy):
         planned = self._plan.at_save[index]
         actions = NOTHING if planned is None else self._resolved(planned)
         if self.marks is not None and (is_on := self._plan.records[index]) is not None:
-            actions = actions._replace(
-                record=is_on or self.marks.may_leave_out_from(index + 1, self._plan.gaps.may_leave_out)
-            )
+            is_on = is_on or self.marks.may_leave_out_from(index + 1, self._leads_to_recorded)
+            actions = actions._replace(record=is_on)
         # No op after the last save is replayed, and backward must not run under the recorder.
         return actions._replace(record=False) if index == self._last else actions
+
+    def _leads_to_recorded(self, begin: int, end: int) -> bool:
+        """Whether a step may leave out what lies between, and is recorded behind it."""
+        return bool(self._plan.records[min(end, self._last + 1) - 1]) and self._plan.gaps.may_leave_out(begin, end)
 
     def _bind(self, value: SavedValue, index: int) -> None:
         value.index = index
