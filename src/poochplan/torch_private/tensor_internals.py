@@ -71,6 +71,9 @@ def holders_of(storage: torch.UntypedStorage) -> int:
 schema_of: Callable[[Any], torch.FunctionSchema] = attrgetter("_schema")
 """An op's schema: the arguments that it writes, and whether its results are views."""
 
+schema_named: Callable[[str, str], torch.FunctionSchema] = torch._C._get_schema
+"""The schema of an op that Python has no object for, by its name and overload."""
+
 COO_PARTS = ("_indices", "_values")
 """The methods for a sparse tensor's parts that also work if it is not coalesced, unlike the public ones."""
 

@@ -1,0 +1,227 @@
+"""The compiled tape: records below autograd, keeps recipes and runs replays in C++ (``native/``), as ``tape.py`` does.
+
+It is built once for each torch and Python, against torch's headers. It sees ops by a dispatch key that torch does not
+use. If another library has that key, or parts of the model are compiled (whose guards would see the key), the tape of
+Python serves, as it does for verification, which compares what each op has read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from poochplan.errors import NativeError
+from poochplan.guard import users
+from poochplan.native import NativeBuild
+from poochplan.tensors.modes import ToggledMode, is_dispatched_plainly
+from poochplan.tensors.operators import CUDNN_RNN, Traits, traits
+from poochplan.torch_private.switches import SwitchesAsRecorded, state_now
+from poochplan.torch_private.tensor_internals import WIDENING, outside_transforms, schema_named
+
+from .host_copies import HostCopy
+from .replay import OFF, Content, NotReplayable, RunOps
+from .running import set_state_of, state_of
+from .tape import Recorder, Tape, default_generator
+
+NAME = "tape"
+
+
+class TapeBuild(NativeBuild):
+    """Builds with torch's settings and Python's headers."""
+
+    def __init__(self) -> None:
+        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+        without = "recording and replaying take longer"
+        super().__init__(NAME, Path(__file__).parent / "native", ("-std=c++20", abi), without)
+
+    def facts(self) -> tuple[str, ...]:
+        python = f"{sys.implementation.cache_tag}{sysconfig.get_config_var('ABIFLAGS') or ''}"
+        return f"torch-{torch.__version__}", str(torch.version.git_version), python
+
+    def options(self) -> list[str]:
+        if not sys.platform.startswith("linux"):
+            raise NativeError(f"expected Linux for the compiled tape, found {sys.platform}; use it there")
+        folder, python = Path(torch.__file__).parent, Path(sysconfig.get_paths()["include"])
+        for part in (folder / "include/torch/csrc/utils/pybind.h", folder / "lib/libtorch_python.so"):
+            if not part.exists():
+                raise NativeError(f"expected {part}, found none; install torch from its wheel, which has it")
+        if not (python / "Python.h").exists():
+            raise NativeError(f"expected Python.h in {python}, found none; install Python's headers (python3-dev)")
+        include = (folder / "include", folder / "include/torch/csrc/api/include", python)
+        libraries = ("-lc10", "-ltorch_cpu", "-ltorch_python")
+        return [*(word for path in include for word in ("-isystem", str(path))), f"-L{folder / 'lib'}", *libraries]
+
+    def module(self) -> ModuleType:
+        """The module of Python, which is built if necessary. Raises ``NativeError``."""
+        file = str(self.build())
+        try:
+            spec = importlib.util.spec_from_file_location(NAME, file, loader=ExtensionFileLoader(NAME, file))
+            assert spec is not None
+            assert spec.loader is not None
+            found = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(found)
+        except ImportError as error:
+            raise NativeError(f"{file}: cannot be loaded ({error}); remove it, and it is built anew") from None
+        return found
+
+
+TAPE = TapeBuild()
+
+
+@functools.cache
+def _module() -> Any:
+    """The installed module; None if it cannot be loaded, or another library has the key."""
+    try:
+        found: Any = TAPE.module()
+    except (NativeError, OSError):
+        return None
+    return found if found.install() else None
+
+
+def recording(device_type: str, *, is_compiled: bool) -> tuple[Tape, Recorder]:
+    """A tape and its recorder: the compiled ones if they may serve and are there, else those of Python."""
+    if is_compiled and device_type in ("cpu", "cuda") and TAPE.is_built():
+        module = _module()
+        if module is not None:
+            tape = _class_of(module)(device_type)
+            return tape, cast(Recorder, CompiledRecorder(tape))  # the interfaces are the same
+    plain = Tape(device_type)
+    if is_compiled and not TAPE.is_built():
+        plain.at_first_recipe = build_beside
+    return plain, Recorder(plain)
+
+
+@functools.cache
+def build_beside() -> None:
+    """Begins to build the compiled tape on a thread, for the sessions to come, unless that cannot be or has failed."""
+    if TAPE.why_unavailable() or TAPE.last_failure():
+        return
+    with contextlib.suppress(RuntimeError):  # with limited address space there is no thread
+        threading.Thread(target=_build, name="tape's build", daemon=True).start()
+
+
+def _build() -> None:
+    with contextlib.suppress(NativeError, OSError):  # pooch doctor tells why
+        TAPE.build()
+
+
+@functools.cache
+def _class_of(module: Any) -> Callable[[str], Any]:
+    class CompiledTape(module.Tape):  # type: ignore[misc]  # known once it is built
+        """The tape of a session, with the interface of ``Tape``."""
+
+        def __init__(self, device_type: str) -> None:
+            super().__init__(device_type, {}, set(), _HELPERS)
+
+        def __del__(self) -> None:
+            self.clear()
+
+        def forget(self, is_held: Callable[[], bool] | None = None) -> None:
+            super().forget(is_held)
+
+        def replay(
+            self, value: Content, resident: Callable[[Content], torch.UntypedStorage], run: RunOps, *, from_copies: bool
+        ) -> list[Content]:
+            try:
+                with outside_transforms():
+                    found: list[Content] = super().replay(value, resident, from_copies)
+            except NotReplayable as reason:
+                raise users(RuntimeError(MODIFIED.format(reason))) from None
+            return found
+
+    return CompiledTape
+
+
+MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "it is to be recomputed, and {}"
+)
+
+
+class CompiledRecorder(ToggledMode):
+    """Switches the compiled tape like a dispatch mode, though it is none: ops reach it by their key."""
+
+    def __init__(self, tape: Any) -> None:
+        super().__init__()
+        self.tape = tape
+
+    @property
+    def window(self) -> int:
+        """The window of recording that is open, or ``OFF``."""
+        return int(self.tape.window) if self.is_on else OFF
+
+    def switch_on(self) -> None:
+        """Begins a new window of recording, unless one is open."""
+        if not self.is_on:
+            self.tape.begin_window(is_dispatched_plainly())
+        super().switch_on()
+        self.tape.is_on = self.is_on
+
+    def switch_off(self) -> None:
+        """Ends the window: later writes are not recorded."""
+        super().switch_off()
+        self.tape.is_on = self.is_on
+        self.tape.settle()
+        if failure := self.tape.take_failure():
+            raise RuntimeError(failure)
+
+    def _is_there(self) -> bool:
+        return bool(self.tape.is_here())
+
+    def _comes(self) -> None:
+        self.tape.come()
+
+    def _goes(self) -> None:
+        self.tape.go()
+
+
+# -- what the compiled tape asks of Python ----------------------------------------------------------------------------
+
+
+def _facts(name: str, overload: str) -> tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...]]:
+    func = _op(name, overload)
+    facts = traits(func) if func is not None else _opaque(name, overload)
+    flags = (facts.pure_view, facts.random, facts.uninitialised, facts.overwriting, facts.trusted, facts.may_write)
+    more = facts.makes_alike, facts.convolves, func in WIDENING, facts.name == CUDNN_RNN
+    return (*flags, *more), facts.written, facts.statistics
+
+
+def _op(name: str, overload: str) -> Any:
+    space, _, base = name.partition("::")
+    try:
+        return getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _opaque(name: str, overload: str) -> Traits:
+    schema = schema_named(name, overload)
+    written = (at for at, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write)
+    return Traits(name, False, tuple(written), frozenset(), (), False, True, False, False)
+
+
+def _generator(given: torch.Generator | None, device_type: str, index: int) -> torch.Generator:
+    return given if given is not None else default_generator(device_type, None if index < 0 else index)
+
+
+_HELPERS = SimpleNamespace(
+    facts=_facts,
+    switch_state=state_now,
+    generator=_generator,
+    state_of=state_of,
+    set_state_of=set_state_of,
+    HostCopy=HostCopy,
+    NotReplayable=NotReplayable,
+    SwitchesAsRecorded=SwitchesAsRecorded,
+)
