@@ -260,12 +260,12 @@ class Engine:
         """What the hook returns; users' modes do not see its ops."""
         start_s = time.perf_counter()
         with self._lock:
-            self.tape.is_paused = True
+            was_paused, self.tape.is_paused = self.tape.is_paused, True
             try:
                 with Unseen() if mode_count() else _NOTHING:
                     return hook(given)
             finally:
-                self.tape.is_paused = False
+                self.tape.is_paused = was_paused
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
     def _pack(self, whole: torch.Tensor) -> SavedHandle:

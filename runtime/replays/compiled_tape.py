@@ -56,6 +56,8 @@ class TapeBuild(NativeBuild):
         for part in (folder / "include/torch/csrc/utils/pybind.h", folder / "lib/libtorch_python.so"):
             if not part.exists():
                 raise NativeError(f"expected {part}, found none; install torch from its wheel, which has it")
+        if not _key_is_below_modes((folder / "include/c10/core/DispatchKey.h").read_text(encoding="utf-8")):
+            raise NativeError(f"expected torch 2.13 or newer, found {torch.__version__}; update it")
         if not (python / "Python.h").exists():
             raise NativeError(f"expected Python.h in {python}, found none; install Python's headers (python3-dev)")
         include = (folder / "include", folder / "include/torch/csrc/api/include", python)
@@ -74,6 +76,11 @@ class TapeBuild(NativeBuild):
         except ImportError as error:
             raise NativeError(f"{file}: cannot be loaded ({error}); remove it, and it is built anew") from None
         return found
+
+
+def _key_is_below_modes(header: str) -> bool:
+    """Whether users' modes see an op before the key does. In older versions it comes before them, or is not there."""
+    return 0 < header.find("\n  Fake,") < header.find("\n  Python,")
 
 
 TAPE = TapeBuild()
@@ -159,7 +166,7 @@ class CompiledRecorder(ToggledMode):
     @property
     def window(self) -> int:
         """The window of recording that is open, or ``OFF``."""
-        return int(self.tape.window) if self.is_on else OFF
+        return int(self.tape.window) if self.is_on and self.tape.is_on else OFF
 
     def switch_on(self) -> None:
         """Begins a new window of recording, unless one is open."""

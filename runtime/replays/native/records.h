@@ -122,15 +122,6 @@ struct Op {
   const Switches* switches = nullptr;
 
   explicit Op(c10::OperatorHandle of) : handle(std::move(of)) {}
-  Op(const Op&) = delete;
-  Op& operator=(const Op&) = delete;
-  ~Op() {
-    if (generator || state) {  // an op that has raised is dropped without the interpreter's lock
-      py::gil_scoped_acquire gil;
-      generator = py::object();
-      state = py::object();
-    }
-  }
 };
 
 struct Record {

@@ -8,38 +8,72 @@ namespace pooch {
 
 // The tape of this thread. It stays when its session is over: then it is off.
 static thread_local Tape* here = nullptr;
+// Whether this thread runs a hook of a session, whose ops are not the step's.
+static thread_local bool paused = false;
+
+// Records the op, unless it is a view. What of ours raises here ends recording: the user's op runs in any case.
+static Running begin(Tape& tape, const c10::OperatorHandle& handle, const Stack& stack) {
+  const py::gil_scoped_acquire lock;
+  try {
+    const Traits& facts = tape.traits_of(handle);
+    if (!facts.pure_view) {
+      const auto given = torch::jit::last(stack, handle.schema().arguments().size());
+      if (!tape.within_op || !tape.is_of_that_op(facts, given)) {
+        return tape.before(handle, facts, given);
+      }
+      tape.pass_over(facts, given);
+    }
+  } catch (const py::error_already_set& error) {
+    if (error.matches(PyExc_KeyboardInterrupt)) {
+      PyErr_SetInterrupt();
+    }
+    tape.fails(error.what());
+  } catch (const std::exception& error) {
+    tape.fails(error.what());
+  }
+  return {};
+}
+
+// Drops what has begun under the lock, also when the op has raised.
+class End {
+ public:
+  explicit End(Running running) : running_(std::move(running)) {}
+  End(const End&) = delete;
+  End& operator=(const End&) = delete;
+  ~End() {
+    if (running_.op) {
+      const py::gil_scoped_acquire lock;
+      running_ = {};
+    }
+  }
+  void ran(Tape& tape, const c10::OperatorHandle& handle, const Stack& stack) {
+    if (!running_.op) {
+      return;
+    }
+    const py::gil_scoped_acquire lock;
+    try {
+      tape.after(running_, torch::jit::last(stack, handle.schema().returns().size()));
+    } catch (const std::exception& error) {
+      tape.fails(error.what());
+    }
+    running_ = {};
+  }
+
+ private:
+  Running running_;
+};
 
 static void fallback(const c10::OperatorHandle& handle, DispatchKeySet keys, Stack* stack) {
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, KEY);
   Tape* tape = here;
-  if (tape == nullptr || !tape->is_on || tape->is_paused) {
+  if (tape == nullptr || !tape->is_on || paused) {
     handle.redispatchBoxed(below, stack);
     return;
   }
   const c10::impl::ExcludeDispatchKeyGuard unseen(KEY);  // what the op calls, and what is called here
-  OpPtr op;
-  try {
-    const Traits& facts = tape->traits_of(handle);
-    if (!facts.pure_view) {
-      const auto given = torch::jit::last(*stack, handle.schema().arguments().size());
-      if (tape->within_op && tape->is_of_that_op(facts, given)) {
-        tape->pass_over(facts, given);
-      } else {
-        op = tape->before(handle, facts, given);
-      }
-    }
-  } catch (const std::exception& error) {  // the user's op runs in any case
-    tape->fails(error.what());
-    op = nullptr;
-  }
+  End end(begin(*tape, handle, *stack));
   handle.redispatchBoxed(below, stack);
-  if (op) {
-    try {
-      tape->after(op, torch::jit::last(*stack, handle.schema().returns().size()));
-    } catch (const std::exception& error) {
-      tape->fails(error.what());
-    }
-  }
+  end.ran(*tape, handle, *stack);
 }
 
 // Whether the key is ours now: false if another library, or torch itself, has it.
@@ -89,6 +123,9 @@ static py::object source(const RecordPtr& record) {
 }
 
 static std::shared_ptr<Recipe> recipe_of(Tape* tape, const RecordPtr& record, int64_t generation) {
+  if (!tape->failure.empty()) {
+    not_replayable(*tape, "recording has failed");
+  }
   auto recipe = std::make_shared<Recipe>(tape, record, generation);
   recipe->refresh();
   return recipe;
@@ -137,8 +174,9 @@ PYBIND11_MODULE(tape, m) {
       .def_readonly("count", &Tape::count)
       .def("take_failure", &Tape::take_failure)
       .def_readwrite("listener", &Tape::listener)
-      .def_readwrite("is_on", &Tape::is_on)
-      .def_readwrite("is_paused", &Tape::is_paused)
+      .def_property("is_on", [](const Tape& tape) { return tape.is_on.load(); },
+                    [](Tape& tape, bool is_on) { tape.is_on = is_on; })
+      .def_property("is_paused", [](const Tape&) { return paused; }, [](Tape&, bool is_so) { paused = is_so; })
       .def("begin_window", &Tape::begin_window)
       .def("come", &come)
       .def("go", &go)

@@ -1,7 +1,8 @@
 // The tape: ops as they run, and the storages that they create, read and write (tape.py has the reference).
 //
 // A boxed fallback on a dispatch key below autograd that torch does not use sees each op of a thread that has the key.
-// It is called without the interpreter's lock, and takes that only for what Python knows.
+// Everything here happens under the interpreter's lock, which the fallback takes around its own work: another thread may
+// run hooks of the same session.
 
 #pragma once
 
@@ -13,6 +14,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <atomic>
 #include <set>
 #include <unordered_map>
 
@@ -37,6 +39,12 @@ struct CounterBefore {
   Probe probe;
 };
 
+// An op that runs, and the counters that it is about to move.
+struct Running {
+  OpPtr op;
+  std::vector<CounterBefore> written;
+};
+
 inline bool is_plain(const at::Tensor& tensor, c10::DeviceType where) {
   static const DispatchKeySet others(
       {DispatchKey::Python, DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor,
@@ -52,7 +60,8 @@ class Tape {
   py::dict statics;  // storage keys of parameters and buffers, with their versions
   py::set buffers;
   int64_t window = 0, count = 0;
-  bool is_on = false, is_paused = false, within_op = false;
+  std::atomic<bool> is_on = false;
+  bool within_op = false;
   std::string failure;
   py::object listener;  // is called with the name of each op that is recorded, unless it is null
 
@@ -160,7 +169,6 @@ class Tape {
   // Something of ours has raised: recording ends, and Python is told where it asks next.
   void fails(const char* what) {
     is_on = false;
-    written_.clear();
     failure = std::string(what).substr(0, std::string(what).find('\n'));
   }
 
@@ -174,21 +182,21 @@ class Tape {
   // -- an op ---------------------------------------------------------------------------------------------------
 
   const Traits& traits_of(const c10::OperatorHandle& handle) {
+    static auto& traits = *new std::unordered_map<const void*, Traits>();  // of all tapes; no destructor at exit
     const c10::OperatorName& name = handle.operator_name();
     const void* key = &handle.schema();
-    const auto known = traits_.find(key);
-    if (known != traits_.end() && known->second.trusted && known->second.name == name.name) {
+    const auto known = traits.find(key);
+    if (known != traits.end() && known->second.trusted && known->second.name == name.name) {
       return known->second;
     }
-    py::gil_scoped_acquire gil;
     const py::tuple facts = helpers_.attr("facts")(name.name, name.overload_name);
     std::vector<bool> is;
     for (const auto& one : facts[0]) {
       is.push_back(one.cast<bool>());
     }
     const auto written = facts[1].cast<std::vector<int32_t>>(), statistics = facts[2].cast<std::vector<int32_t>>();
-    traits_[key] = {name.name, is[0], is[1], is[2], is[3], is[4], is[5], is[6], is[7], is[8], is[9], written, statistics};
-    return traits_[key];
+    traits[key] = {name.name, is[0], is[1], is[2], is[3], is[4], is[5], is[6], is[7], is[8], is[9], written, statistics};
+    return traits[key];
   }
 
   // Whether the call belongs to the op in which recording was switched on, which the first that does not ends.
@@ -227,7 +235,7 @@ class Tape {
     }
   }
 
-  OpPtr before(const c10::OperatorHandle& handle, const Traits& facts, c10::ArrayRef<IValue> given) {
+  Running before(const c10::OperatorHandle& handle, const Traits& facts, c10::ArrayRef<IValue> given) {
     auto op = std::make_shared<Op>(handle);
     op->usable = facts.trusted && !(facts.convolves && is_cuda() && at::globalContext().benchmarkCuDNN());
     op->uninitialised = facts.uninitialised;
@@ -235,7 +243,6 @@ class Tape {
     op->grad_enabled = c10::GradMode::is_enabled();
     op->order = ++count;
     if (listener) {
-      py::gil_scoped_acquire gil;
       listener(facts.name, handle.operator_name().overload_name);
     }
     op->arguments.resize(given.size());
@@ -246,20 +253,16 @@ class Tape {
     if (facts.random) {
       take_generator(*op, given);
     }
-    written_.clear();
-    if (facts.may_write) {
-      take_writes(op, facts, given);
-    }
-    return op;
+    return {op, facts.may_write ? take_writes(op, facts, given) : std::vector<CounterBefore>()};
   }
 
-  void after(const OpPtr& op, c10::ArrayRef<IValue> outputs) {
-    if (op->uninitialised && outputs.size() == 1 && outputs[0].isTensor() && written_.empty()) {
+  void after(Running& running, c10::ArrayRef<IValue> outputs) {
+    const OpPtr& op = running.op;
+    if (op->uninitialised && outputs.size() == 1 && outputs[0].isTensor() && running.written.empty()) {
       makes_empty(*op, outputs[0].toTensor());
     }
-    if (!written_.empty()) {
-      unsettled_ = std::move(written_);
-      written_.clear();
+    if (!running.written.empty()) {
+      unsettled_ = std::move(running.written);
       for (const auto& one : unsettled_) {
         if (std::find(op->writes.begin(), op->writes.end(), one.record) == op->writes.end()) {
           op->writes.push_back(one.record);
@@ -292,7 +295,6 @@ class Tape {
     if (last_switches_ == nullptr || now != *last_switches_) {
       auto found = states_.find(now);
       if (found == states_.end()) {
-        py::gil_scoped_acquire gil;
         found = states_.emplace(now, helpers_.attr("switch_state")(device_type)).first;
       }
       last_switches_ = &found->first;
@@ -324,7 +326,6 @@ class Tape {
     const auto* key = storage.unsafeGetStorageImpl();
     const auto before = earlier_.find(key);
     const bool was_there = before != earlier_.end();
-    py::gil_scoped_acquire gil;
     const py::int_ number(reinterpret_cast<uintptr_t>(key));
     const bool is_static = statics.contains(number);  // it may be one of `.data`, which has its own counter
     auto record =
@@ -422,7 +423,6 @@ class Tape {
   }
 
   void take_generator(Op& op, c10::ArrayRef<IValue> given) {
-    py::gil_scoped_acquire gil;
     py::object generator = py::none();
     int64_t index = -1;
     for (const auto& one : given) {
@@ -452,7 +452,6 @@ class Tape {
         continue;
       }
       scratch.push_back(position);
-      py::gil_scoped_acquire gil;
       const at::Tensor& tensor = given[position].toTensor();
       if (!statics.contains(py::int_(reinterpret_cast<uintptr_t>(tensor.storage().unsafeGetStorageImpl())))) {
         found.push_back(tensor);
@@ -486,7 +485,8 @@ class Tape {
     return found;
   }
 
-  void take_writes(const OpPtr& op, const Traits& facts, c10::ArrayRef<IValue> given) {
+  std::vector<CounterBefore> take_writes(const OpPtr& op, const Traits& facts, c10::ArrayRef<IValue> given) {
+    std::vector<CounterBefore> counters;
     std::vector<int32_t> scratch;
     bool is_foreign = false;
     const auto written = written_by(facts, given, scratch, is_foreign);
@@ -502,16 +502,15 @@ class Tape {
     }
     for (const auto& tensor : written) {
       if (is_plain(tensor, where_)) {
-        written_.push_back({record_of(tensor), Probe(tensor)});
+        counters.push_back({record_of(tensor), Probe(tensor)});
       }
     }
-    std::set<Record*> seen;
-    for (const auto& one : written_) {
-      if (seen.insert(one.record.get()).second && !one.record->birth && one.record->is_awaited()) {
-        py::gil_scoped_acquire gil;
+    for (const auto& one : counters) {
+      if (!one.record->birth && one.record->is_awaited()) {
         keep_copy(*one.record, one.record->generation());
       }
     }
+    return counters;
   }
 
   bool covers_storage(const at::Tensor& tensor) const {
@@ -558,8 +557,7 @@ class Tape {
   std::unordered_map<const c10::StorageImpl*, RecordPtr> registry_, earlier_;
   std::vector<RecordPtr> recorded_;
   std::vector<std::pair<py::object, std::vector<RecordPtr>>> kept_;
-  std::vector<CounterBefore> unsettled_, written_;
-  std::unordered_map<const void*, Traits> traits_;
+  std::vector<CounterBefore> unsettled_;
   std::map<Switches, py::object> states_;
   const Switches* last_switches_ = nullptr;
 };
