@@ -27,14 +27,14 @@ from poochplan.native import NativeBuild
 from poochplan.tensors.modes import ToggledMode, is_dispatched_plainly
 from poochplan.tensors.operators import CUDNN_RNN, Traits, traits
 from poochplan.torch_private.switches import SwitchesAsRecorded, state_now
-from poochplan.torch_private.tensor_internals import WIDENING, outside_transforms, schema_named
+from poochplan.torch_private.tensor_internals import WIDENING, outside_transforms, schema_named, take_dispatch_key
 
 from .host_copies import HostCopy
 from .replay import OFF, Content, NotReplayable, RunOps
 from .running import set_state_of, state_of
 from .tape import Recorder, Tape, default_generator
 
-NAME = "tape"
+NAME, KEY = "tape", "Fake"
 
 
 class TapeBuild(NativeBuild):
@@ -80,7 +80,7 @@ class TapeBuild(NativeBuild):
 
 def _key_is_below_modes(header: str) -> bool:
     """Whether users' modes see an op before the key does. In older versions it comes before them, or is not there."""
-    return 0 < header.find("\n  Fake,") < header.find("\n  Python,")
+    return 0 < header.find(f"\n  {KEY},") < header.find("\n  Python,")
 
 
 TAPE = TapeBuild()
@@ -93,7 +93,10 @@ def _module() -> Any:
         found: Any = TAPE.module()
     except (NativeError, OSError):
         return None
-    return found if found.install() else None
+    if not take_dispatch_key(KEY):
+        return None
+    found.install()
+    return found
 
 
 def recording(device_type: str, *, is_compiled: bool) -> tuple[Tape, Recorder]:

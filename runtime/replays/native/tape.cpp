@@ -76,18 +76,10 @@ static void fallback(const c10::OperatorHandle& handle, DispatchKeySet keys, Sta
   end.ran(*tape, handle, *stack);
 }
 
-// Whether the key is ours now: false if another library, or torch itself, has it.
-static bool install() {
-  static std::unique_ptr<torch::Library> library;
-  if (library) {
-    return true;
-  }
-  if (c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(KEY)) {
-    return false;
-  }
-  library = std::make_unique<torch::Library>(torch::Library::IMPL, "_", KEY, __FILE__, __LINE__);
-  library->fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
-  return true;
+// Takes the key, once for a process.
+static void install() {
+  static auto& library = *new torch::Library(torch::Library::IMPL, "_", KEY, __FILE__, __LINE__);
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 static bool is_here(const Tape* tape) { return here == tape && c10::impl::tls_is_dispatch_key_included(KEY); }
