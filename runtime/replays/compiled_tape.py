@@ -23,7 +23,8 @@ import torch
 
 from poochplan.errors import NativeError
 from poochplan.guard import users
-from poochplan.native import NativeBuild
+from poochplan.runtime.arena.library import ALLOCATOR, TorchBuild
+from poochplan.runtime.messages import warn_once
 from poochplan.tensors.modes import ToggledMode, is_dispatched_plainly
 from poochplan.tensors.operators import CUDNN_RNN, Traits, traits
 from poochplan.torch_private.switches import SwitchesAsRecorded, state_now
@@ -37,32 +38,24 @@ from .tape import Recorder, Tape, default_generator
 NAME, KEY = "tape", "Fake"
 
 
-class TapeBuild(NativeBuild):
-    """Builds with torch's settings and Python's headers."""
+class TapeBuild(TorchBuild):
+    """Builds with Python's headers too."""
 
     def __init__(self) -> None:
-        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-        without = "recording and replaying take longer"
-        super().__init__(NAME, Path(__file__).parent / "native", ("-std=c++20", abi), without)
+        without, libraries = "recording and replaying take longer", ("c10", "torch_cpu", "torch_python")
+        super().__init__(NAME, Path(__file__).parent / "native", without, libraries)
 
     def facts(self) -> tuple[str, ...]:
-        python = f"{sys.implementation.cache_tag}{sysconfig.get_config_var('ABIFLAGS') or ''}"
-        return f"torch-{torch.__version__}", str(torch.version.git_version), python
+        return *super().facts(), f"{sys.implementation.cache_tag}{sysconfig.get_config_var('ABIFLAGS') or ''}"
 
     def options(self) -> list[str]:
-        if not sys.platform.startswith("linux"):
-            raise NativeError(f"expected Linux for the compiled tape, found {sys.platform}; use it there")
-        folder, python = Path(torch.__file__).parent, Path(sysconfig.get_paths()["include"])
-        for part in (folder / "include/torch/csrc/utils/pybind.h", folder / "lib/libtorch_python.so"):
-            if not part.exists():
-                raise NativeError(f"expected {part}, found none; install torch from its wheel, which has it")
-        if not _key_is_below_modes((folder / "include/c10/core/DispatchKey.h").read_text(encoding="utf-8")):
-            raise NativeError(f"expected torch 2.13 or newer, found {torch.__version__}; update it")
+        options, python = super().options(), Path(sysconfig.get_paths()["include"])
+        header = Path(torch.__file__).parent / "include/c10/core/DispatchKey.h"
+        if not _key_is_below_modes(header.read_text(encoding="utf-8")):
+            raise NativeError(f"expected torch 2.13 or newer for the tape in C++, found {torch.__version__}; update it")
         if not (python / "Python.h").exists():
             raise NativeError(f"expected Python.h in {python}, found none; install Python's headers (python3-dev)")
-        include = (folder / "include", folder / "include/torch/csrc/api/include", python)
-        libraries = ("-lc10", "-ltorch_cpu", "-ltorch_python")
-        return [*(word for path in include for word in ("-isystem", str(path))), f"-L{folder / 'lib'}", *libraries]
+        return ["-isystem", str(python), *options]
 
     def module(self) -> ModuleType:
         """The module of Python, which is built if necessary. Raises ``NativeError``."""
@@ -94,6 +87,7 @@ def _module() -> Any:
     except (NativeError, OSError):
         return None
     if not take_dispatch_key(KEY):
+        warn_once(f"another library uses torch's dispatch key {KEY}, so {TAPE.without}; run without that library")
         return None
     found.install()
     return found
@@ -114,8 +108,12 @@ def recording(device_type: str, *, is_compiled: bool) -> tuple[Tape, Recorder]:
 
 @functools.cache
 def build_beside() -> None:
-    """Begins to build the compiled tape on a thread, for the sessions to come, unless that cannot be or has failed."""
-    if TAPE.why_unavailable() or TAPE.last_failure():
+    """Begins to build the compiled tape on a thread, for the sessions to come. Tells, once, why that cannot be or has
+    failed, unless that is true of the allocator too, which is told by itself.
+    """
+    if why := TAPE.why_unavailable() or TAPE.last_failure():
+        if why != ALLOCATOR.why_unavailable():
+            warn_once(TAPE.untold(why))
         return
     with contextlib.suppress(RuntimeError):  # with limited address space there is no thread
         threading.Thread(target=_build, name="tape's build", daemon=True).start()

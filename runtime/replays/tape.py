@@ -266,6 +266,10 @@ class Tape:
         """Saved values of earlier steps; None for those that are not alive."""
         return [record.value() for record in self._earlier.values() if record.value is not None]
 
+    def registered(self) -> list[StorageRecord]:
+        """The records of the storages that the step has met."""
+        return list(self._registry.values())
+
     def known(self, storage: torch.UntypedStorage) -> StorageRecord | None:
         """The record of the storage. None if the step has saved no tensor on it, and no recorded op has read one."""
         record = self._registry.get(storage_identity(storage))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from poochplan.runtime.replays.compiled_tape import TAPE
 from tests.depth import PART, is_of_rest, runs_on_two_devices
 from tests.runtime.adversarial import AdversarialDevice, OpClock
+from tests.runtime.tapes import on_tapes, tape_of_sessions
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -60,34 +60,7 @@ def adversarial_sessions() -> Iterator[None]:
     assert [device.violations for device in opened if device.violations] == []
 
 
-BOTH_TAPES = {
-    *("test_recording", "test_exactness", "test_replay_limits", "test_replay_kinds", "test_safety", "test_switches"),
-    *("test_sources", "test_late_buffers", "test_autograd_steps", "test_users_modes", "test_third_party"),
-    *("test_unusual_tensors", "test_backward_without_modes"),
-}
-"""Files whose tests run on the tape of Python, and on the compiled one."""
-PYTHON_TAPE = {"test_rules", "test_mutants"}
-"""Files that break the code of the tape of Python."""
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    name = metafunc.module.__name__.rpartition(".")[2]
-    if name in BOTH_TAPES | PYTHON_TAPE:
-        kinds = ["python", "compiled"] if name in BOTH_TAPES else ["python"]
-        metafunc.parametrize("tape", kinds, indirect=True, scope="function")
-
-
-@pytest.fixture(autouse=True)
-def tape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The tape that sessions record on; by default the compiled one if it is built."""
-    kind = getattr(request, "param", "")
-    if kind == "python":
-        monkeypatch.setattr(TAPE, "is_built", lambda: False)
-    elif kind == "compiled":
-        if why := TAPE.why_unavailable():
-            pytest.skip(why)
-        TAPE.build()
-    return str(kind)
+pytest_generate_tests, tape = on_tapes, tape_of_sessions
 
 
 @pytest.fixture

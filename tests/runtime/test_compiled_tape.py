@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from poochplan.errors import NativeError
 from poochplan.runtime.replays import compiled_tape
 from poochplan.runtime.replays.compiled_tape import TAPE, CompiledRecorder, recording
-from poochplan.runtime.replays.replay import NotReplayable
+from poochplan.runtime.replays.replay import OFF, NotReplayable
 from poochplan.runtime.replays.tape import Recorder
+from tests.runtime.tapes import COMPILED
 
-pytestmark = [
-    pytest.mark.cpu_device,
-    pytest.mark.skipif(bool(TAPE.why_unavailable()), reason=TAPE.why_unavailable()),
-]
+pytestmark = [pytest.mark.cpu_device, pytest.mark.parametrize("tape", [COMPILED], indirect=True)]
 
 
 @pytest.fixture
-def recorder() -> Iterator[Any]:
+def recorder(tape: str) -> Iterator[Any]:
     """One that is on, behind the op in which that was asked for."""
-    TAPE.build()
-    tape, found = recording("cpu", is_compiled=True)
+    on_it, found = recording("cpu", is_compiled=True)
     assert isinstance(found, CompiledRecorder)
-    assert not tape.buffers
+    assert not on_it.buffers
     found.switch_on()
     torch.ones(1).neg()
     yield found
@@ -94,19 +94,74 @@ def test_a_content_has_a_recipe_if_all_its_writers_can_run_again(recorder: Any, 
         recorder.tape.recipe(record, record.generation)
 
 
-_OTHER = """
+def test_no_content_has_a_recipe_once_recording_has_failed(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.ones(4).exp()
+    record = recorder.tape.record_of(made)
+    monkeypatch.setattr(compiled_tape._HELPERS, "facts", lambda *_: [][0])
+    torch.ones(2).igamma(torch.ones(2))
+    assert recorder.window == OFF
+    with pytest.raises(NotReplayable):
+        recorder.tape.recipe(record, record.generation)
+    with pytest.raises(RuntimeError):
+        recorder.switch_off()
+
+
+def test_an_operator_with_functions_as_arguments_runs_as_without_recording(recorder: Any) -> None:
+    rows = torch.linspace(-1, 1, 8).requires_grad_()
+    found = torch.cond(rows.sum() > 1, lambda one: one.sin(), lambda one: one.cos() * 2, (rows,))
+    assert found.equal(rows.cos() * 2)
+
+
+def test_what_another_thread_runs_is_not_recorded_and_does_not_pause_recording(recorder: Any) -> None:
+    found = names(recorder)
+
+    def beside() -> None:
+        recorder.tape.is_paused = True
+        torch.ones(3).sinh()
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    thread.join()
+    torch.ones(3).cosh()
+    assert "aten::cosh" in found
+    assert "aten::sinh" not in found
+
+
+TAKES = {
+    "fallback": "library = torch.library.Library('_', 'IMPL', 'Fake'); library.fallback(torch.library.fallthrough_kernel)",
+    "operator": "library = torch.library.Library('aten', 'IMPL'); library.impl('sinh', torch.Tensor.cosh, 'Fake')",
+}
+_STANDS_BACK = """
 import torch
-library = torch.library.Library("_", "IMPL", "Fake")
-library.fallback(torch.library.fallthrough_kernel) if hasattr(library, "fallback") else library.impl
+kept = []
+{takes}
 from poochplan.runtime.replays.compiled_tape import recording
-print(type(recording("cpu", is_compiled=True)[1]).__name__)
+print([type(recording("cpu", is_compiled=True)[1]).__name__ for _ in range(2)])
 """
 
 
-def test_it_stands_back_if_another_library_has_the_key() -> None:
-    TAPE.build()
-    done = subprocess.run([sys.executable, "-c", _OTHER], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == Recorder.__name__, done.stderr
+@pytest.mark.parametrize("how", TAKES)
+def test_it_stands_back_and_says_so_once_if_another_library_has_the_key(how: str) -> None:
+    code = _STANDS_BACK.format(takes=TAKES[how])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout.strip() == str([Recorder.__name__] * 2), done.stderr
+    assert done.stderr.count("another library uses torch's dispatch key Fake") == 1
+
+
+def test_it_is_not_built_for_a_torch_whose_key_comes_before_users_modes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = Path(torch.__file__).parent
+    for part in ("include/c10/core/DispatchKey.h", "include/c10/core/Allocator.h"):
+        (tmp_path / part).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / part).write_text((headers / part).read_text())
+    (tmp_path / "lib").symlink_to(headers / "lib")
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+    header = tmp_path / "include/c10/core/DispatchKey.h"
+    assert TAPE.options()
+    header.write_text(header.read_text().replace("\n  Fake,", "").replace("\n  Python,", "\n  Python,\n\n  Fake,"))
+    with pytest.raises(NativeError, match=r"expected torch 2\.13 or newer"):
+        TAPE.options()
 
 
 def test_the_tape_of_python_serves_where_it_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,8 @@ def test_the_recorder_is_handed_the_ops_of_the_planned_windows(name: str, handed
         windows = planned_windows(profile, plan)
         handed.clear()
         train(case, STEPS, plan)
-        assert handed == windows * STEPS
+        # Without a mode ``linear`` adds its bias in place.
+        assert [name.replace("add_", "add") for name in handed] == windows * STEPS
     forward = [op for op in profile.ops if op.phase is Phase.FORWARD]
     assert 0 < len(planned_windows(profile, plan_with(profile, schedules[0]))) < len(forward) / 2
 
