@@ -1,8 +1,9 @@
 """The compiled tape: records below autograd, keeps recipes and runs replays in C++ (``native/``), as ``tape.py`` does.
 
-It is built once for each torch and Python, against torch's headers. It sees ops by a dispatch key that torch does not
-use. If another library has that key, or parts of the model are compiled (whose guards would see the key), the tape of
-Python serves, as it does for verification, which compares what each op has read.
+It serves where ``POOCH_TAPE=compiled`` asks for it. It is built once for each torch and Python, against torch's
+headers. It sees ops by a dispatch key that torch does not use. If another library has that key, or parts of the model
+are compiled (whose guards would see the key), the tape of Python serves, as it does for verification, which compares
+what each op has read.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -36,6 +39,8 @@ from .running import set_state_of, state_of
 from .tape import Recorder, Tape, default_generator
 
 NAME, KEY = "tape", "Fake"
+IS_ASKED_FOR = os.environ.get("POOCH_TAPE") == "compiled"
+"""Not by default, because it has not been tried on all that the tape of Python has."""
 
 
 class TapeBuild(TorchBuild):
@@ -95,7 +100,8 @@ def _module() -> Any:
 
 def recording(device_type: str, *, is_compiled: bool) -> tuple[Tape, Recorder]:
     """A tape and its recorder: the compiled ones if they may serve and are there, else those of Python."""
-    if is_compiled and device_type in ("cpu", "cuda") and TAPE.is_built():
+    is_compiled = is_compiled and IS_ASKED_FOR and device_type in ("cpu", "cuda")
+    if is_compiled and TAPE.is_built():
         module = _module()
         if module is not None:
             tape = _class_of(module)(device_type)
@@ -108,8 +114,9 @@ def recording(device_type: str, *, is_compiled: bool) -> tuple[Tape, Recorder]:
 
 @functools.cache
 def build_beside() -> None:
-    """Begins to build the compiled tape on a thread, for the sessions to come. Tells, once, why that cannot be or has
-    failed, unless that is true of the allocator too, which is told by itself.
+    """Has the compiled tape built by another process, for the sessions to come: that goes on when this one ends, and
+    takes the processor where nothing else wants it. Tells, once, why it cannot be built or was not. Where the same is
+    true of the allocator, that is told, and not this.
     """
     if why := TAPE.why_unavailable() or TAPE.last_failure():
         if why != ALLOCATOR.why_unavailable():
@@ -120,8 +127,10 @@ def build_beside() -> None:
 
 
 def _build() -> None:
-    with contextlib.suppress(NativeError, OSError):  # pooch doctor tells why
-        TAPE.build()
+    with contextlib.suppress(OSError):  # the next process tells why it was not built
+        none = subprocess.DEVNULL
+        command = [sys.executable, "-P", "-m", __name__]
+        subprocess.run(command, stdin=none, stdout=none, stderr=none, check=False, start_new_session=True)
 
 
 @functools.cache
@@ -233,3 +242,8 @@ _HELPERS = SimpleNamespace(
     NotReplayable=NotReplayable,
     SwitchesAsRecorded=SwitchesAsRecorded,
 )
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    TAPE.build()

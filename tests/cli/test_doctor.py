@@ -32,7 +32,7 @@ def test_every_line_is_ok_or_says_what_to_do(pooch: Pooch) -> None:
     result = pooch.ok("doctor", pooch.small)
     assert result.err == ""
     machine = "threads", "huge pages", "spill disk", "noise"
-    for name in ("torch", "CuPy", "solvers", "evaluator", "allocator", "tape", *machine, "model", "under a mode"):
+    for name in ("torch", "CuPy", "solvers", "evaluator", "allocator", *machine, "model", "under a mode"):
         assert re.search(rf"^(ok|warning|missing) +{name} +\S", result.out, re.MULTILINE), name
     data = pooch.json("doctor")
     assert sum(data["counts"].values()) == len(data["findings"])

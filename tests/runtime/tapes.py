@@ -8,11 +8,10 @@ from poochplan.runtime.replays import compiled_tape
 from poochplan.runtime.replays.compiled_tape import TAPE
 from tests.depth import DAY, EVERYTHING
 
-BOTH = {"test_recording", "test_replay_limits", "test_switches"}
-"""Files whose tests run on each."""
 IN_TURN = {
-    *("test_exactness", "test_replay_kinds", "test_safety", "test_sources", "test_late_buffers", "test_autograd_steps"),
-    *("test_users_modes", "test_third_party", "test_unusual_tensors", "test_backward_without_modes", "test_programs"),
+    *("test_recording", "test_exactness", "test_replay_limits", "test_replay_kinds", "test_safety", "test_switches"),
+    *("test_sources", "test_late_buffers", "test_autograd_steps", "test_users_modes", "test_third_party"),
+    *("test_unusual_tensors", "test_backward_without_modes", "test_programs"),
 }
 """Files whose tests run on one today and on the other tomorrow; on both with ``ALL=1``. All others have Python's."""
 KINDS = PYTHON, COMPILED = "python", "compiled"
@@ -21,20 +20,17 @@ KINDS = PYTHON, COMPILED = "python", "compiled"
 def on_tapes(metafunc: pytest.Metafunc) -> None:
     """A hook, for a conftest to import as ``pytest_generate_tests``."""
     name = metafunc.module.__name__.rpartition(".")[2]
-    if name in BOTH or name in IN_TURN:
-        kinds = KINDS if name in BOTH or EVERYTHING else (KINDS[DAY % 2],)
-        metafunc.parametrize("tape", kinds, indirect=True)
+    if name in IN_TURN:
+        metafunc.parametrize("tape", KINDS if EVERYTHING else [KINDS[DAY % 2]], indirect=True)
 
 
 @pytest.fixture(autouse=True, name="tape")
 def tape_of_sessions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kind of tape that sessions of the test record on."""
     kind: str = getattr(request, "param", PYTHON)
-    if kind == PYTHON:
-        monkeypatch.setattr(TAPE, "is_built", lambda: False)
-        monkeypatch.setattr(compiled_tape, "build_beside", lambda: None)
-    elif why := TAPE.why_unavailable():
-        pytest.skip(why)
-    else:
+    monkeypatch.setattr(compiled_tape, "IS_ASKED_FOR", kind == COMPILED)
+    if kind == COMPILED:
+        if why := TAPE.why_unavailable():
+            pytest.skip(why)
         TAPE.build()
     return kind

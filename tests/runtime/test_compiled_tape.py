@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -13,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from poochplan import guard
 from poochplan.errors import NativeError
 from poochplan.runtime.replays import compiled_tape
 from poochplan.runtime.replays.compiled_tape import TAPE, CompiledRecorder, recording
 from poochplan.runtime.replays.replay import OFF, NotReplayable
 from poochplan.runtime.replays.tape import Recorder
+from tests.runtime.nets import CASES, Case, equal, in_core, our_warnings, train
+from tests.runtime.random_plans import random_plan
 from tests.runtime.tapes import COMPILED
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.parametrize("tape", [COMPILED], indirect=True)]
@@ -83,6 +87,20 @@ def test_what_of_ours_raises_in_an_op_ends_recording_and_not_the_op(
         recorder.switch_off()
 
 
+def test_a_session_whose_recording_fails_stands_aside_and_trains_as_in_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise KeyError("asked to")
+
+    case: Case = CASES["residual"]
+    plan = random_plan(case.profile(), 0, (0, 0, 1))
+    monkeypatch.setattr(guard, "RAISES", False)
+    monkeypatch.setattr(compiled_tape._HELPERS, "switch_state", fails)
+    with our_warnings() as said:
+        found, _ = train(case, 2, plan)
+    assert equal(found, in_core(case, 2))
+    assert ["asked to" in line for line in said if "the session stands aside" in line] == [True]
+
+
 @pytest.mark.parametrize("usable", [True, False])
 def test_a_content_has_a_recipe_if_all_its_writers_can_run_again(recorder: Any, usable: bool) -> None:
     made = torch.ones(4).exp() if usable else torch.ones(4).to_sparse().to_dense()
@@ -128,12 +146,12 @@ def test_what_another_thread_runs_is_not_recorded_and_does_not_pause_recording(r
 
 
 TAKES = {
-    "fallback": "library = torch.library.Library('_', 'IMPL', 'Fake'); library.fallback(torch.library.fallthrough_kernel)",
-    "operator": "library = torch.library.Library('aten', 'IMPL'); library.impl('sinh', torch.Tensor.cosh, 'Fake')",
+    "fallback": "taken = Library('_', 'IMPL', 'Fake'); taken.fallback(torch.library.fallthrough_kernel)",
+    "operator": "taken = Library('aten', 'IMPL'); taken.impl('sinh', torch.Tensor.cosh, 'Fake')",
 }
 _STANDS_BACK = """
 import torch
-kept = []
+from torch.library import Library
 {takes}
 from poochplan.runtime.replays.compiled_tape import recording
 print([type(recording("cpu", is_compiled=True)[1]).__name__ for _ in range(2)])
@@ -143,7 +161,8 @@ print([type(recording("cpu", is_compiled=True)[1]).__name__ for _ in range(2)])
 @pytest.mark.parametrize("how", TAKES)
 def test_it_stands_back_and_says_so_once_if_another_library_has_the_key(how: str) -> None:
     code = _STANDS_BACK.format(takes=TAKES[how])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    asked = {**os.environ, "POOCH_TAPE": "compiled"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=asked)
     assert done.stdout.strip() == str([Recorder.__name__] * 2), done.stderr
     assert done.stderr.count("another library uses torch's dispatch key Fake") == 1
 
@@ -164,6 +183,10 @@ def test_it_is_not_built_for_a_torch_whose_key_comes_before_users_modes(
         TAPE.options()
 
 
-def test_the_tape_of_python_serves_where_it_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TAPE, "is_built", lambda: False)
+@pytest.mark.parametrize(("owner", "name", "value"), [(TAPE, "is_built", bool), (compiled_tape, "IS_ASKED_FOR", False)])
+def test_the_tape_of_python_serves_where_it_is_not_built_or_not_asked_for(
+    owner: object, name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert type(recording("cpu", is_compiled=True)[1]) is CompiledRecorder
+    monkeypatch.setattr(owner, name, value)
     assert type(recording("cpu", is_compiled=True)[1]) is Recorder

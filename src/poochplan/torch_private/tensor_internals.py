@@ -79,12 +79,12 @@ def take_dispatch_key(name: str) -> bool:
     """Has operators like ``torch.cond`` ignore a dispatch key, also those to come, as they ignore torch's own keys for
     modes. False, and nothing is changed, if torch or another library has registered something for that key.
     """
-    key = torch._C._parse_dispatch_key(name)  # type: ignore[attr-defined]
-    if torch._C._dispatch_has_backend_fallback(key) or torch._C._dispatch_get_registrations_for_dispatch_key(name):  # type: ignore[attr-defined]
+    key: Any = torch._C._parse_dispatch_key(name)
+    if torch._C._dispatch_has_backend_fallback(key) or torch._C._dispatch_get_registrations_for_dispatch_key(name):
         return False
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
     for op in torch._ops._higher_order_ops.values():
-        op.fallthrough(key)  # type: ignore[no-untyped-call]
+        op.fallthrough(key)
     return True
 
 
