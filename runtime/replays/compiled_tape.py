@@ -27,6 +27,7 @@ import torch
 from poochplan.errors import NativeError
 from poochplan.guard import users
 from poochplan.runtime.arena.library import ALLOCATOR, TorchBuild
+from poochplan.runtime.devices.backend import Generator
 from poochplan.runtime.messages import warn_once
 from poochplan.tensors.modes import ToggledMode, is_dispatched_plainly
 from poochplan.tensors.operators import CUDNN_RNN, Traits, traits
@@ -228,7 +229,7 @@ def _opaque(name: str, overload: str) -> Traits:
     return Traits(name, False, tuple(written), frozenset(), (), False, True, False, False)
 
 
-def _generator(given: torch.Generator | None, device_type: str, index: int) -> torch.Generator:
+def _generator(given: Generator | None, device_type: str, index: int) -> Generator:
     return given if given is not None else default_generator(device_type, None if index < 0 else index)
 
 
