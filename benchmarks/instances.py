@@ -184,7 +184,7 @@ def rounded(profile: Profile, digits: int = 4) -> Profile:
 
 
 def row(name: str, device: str, profile: Profile, size_bytes: int) -> str:
-    """A line of the table in ``instances/README.md``."""
+    """What an instance is, in a line of a table."""
     saved = {profile.handles[point.handle].value for point in profile.points if point.kind is PointKind.SAVE}
     saved_bytes = sum(profile.values[value].size_bytes for value in saved)
     return table_row(
