@@ -107,6 +107,7 @@ def test_a_rank_on_which_something_of_ours_fails_keeps_no_other_waiting(where: i
         for rank, found in enumerate(one[kind] for one in ranks):
             assert (found["is_same"], found["error"]) == (True, ""), kind
             assert found["reached"] is (rank == where), kind
+            assert len(found["said"]) == 1, (kind, rank, found["said"])
             (line,) = found["said"]
             assert "the session stands aside" in line
 
