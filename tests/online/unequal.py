@@ -10,6 +10,7 @@ killed while rank 0 has a plan made. ``failing-0-share``: on rank 0 a function o
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import sys
@@ -142,6 +143,7 @@ def threads() -> dict[str, str]:
 def main(folder: Path, kinds: list[str]) -> None:
     with group(folder) as facts:
         for kind in kinds:
+            gc.collect()  # the models of the kind before, which lie in cycles
             facts[kind] = facts_of(folder, kind, torch.distributed.get_rank())
             torch.distributed.barrier()
 
