@@ -194,9 +194,9 @@ def synchronize(where: torch.device) -> None:
 
 def backends_in_use() -> list[Accelerator]:
     """The devices of this machine's accelerator, once it is in use."""
-    found = torch.accelerator.current_accelerator()  # by what torch is built for: this starts no driver
     if torch.cuda.is_initialized():
         return [Cuda(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    found = torch.accelerator.current_accelerator()  # by what torch is built for: this starts no driver
     if found is None or found.type == "cuda":
         return []
     return [Accelerator(torch.device(found.type, index)) for index in range(torch.accelerator.device_count())]
