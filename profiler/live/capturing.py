@@ -25,7 +25,7 @@ from poochplan.runtime.metering.census import LEAST_BYTES, bucket_bytes, census,
 from poochplan.runtime.replays.replay import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.modes import around_calls
-from poochplan.tensors.signatures import input_signature
+from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import bytes_of, gradient_of, has_storage, parts_of
 from poochplan.torch_private.sharding import is_sharded, local_tensor
 from poochplan.torch_private.tensor_internals import pytree
@@ -90,6 +90,8 @@ class Capturing(SegmentObserver):
         self.capture.is_called = True
         if self.capture.inputs is None:
             self.capture.inputs = input_signature(args, kwargs)
+        given = (tensor for _, tensor in (*tensor_leaves("", args), *tensor_leaves("", kwargs)))
+        self._note(given, Kind.INPUT, is_new=True)  # perhaps no op uses it
 
     def _look_around(self, segment: Segment) -> None:
         """Records the memory before the segment: that of the model and the optimizers, and that outside the step."""
@@ -127,11 +129,15 @@ class Capturing(SegmentObserver):
     def is_retained(self) -> bool:
         return self._used is not None and self._used() is not None
 
-    def _note(self, tensors: Iterable[Any], kind: Kind) -> None:
-        """Sets the kind of these tensors, and of the tensors that sparse and nested ones consist of."""
+    def _note(self, tensors: Iterable[Any], kind: Kind, *, is_new: bool = False) -> None:
+        """Sets the kind of these tensors, and of the tensors that sparse and nested ones consist of; with ``is_new``
+        only of those that the step has not met yet.
+        """
         for tensor in tensors:
             for part in parts_of(tensor) if isinstance(tensor, torch.Tensor) else ():
-                if has_storage(part, self.capture.device_type):
+                if not has_storage(part, self.capture.device_type):
+                    continue
+                if not is_new or self.capture.lifetimes.find(part) < 0:
                     self.kinds.setdefault(self.capture.value_of(part), kind)
 
     def _note_gradients(self) -> None:

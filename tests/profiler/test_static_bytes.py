@@ -114,3 +114,21 @@ def test_the_peak_is_in_the_embedding_whose_gradient_comes_last() -> None:
     profile = taken(lambda: model(tokens).mean(), model)
     assert profile.in_core_peak_layer == "0"
     assert profile.to_frame("layers").loc["0", "live_bytes"] == profile.in_core_peak_bytes
+
+
+class Masked(Words):
+    """Takes a mask that it never reads, as FNet does with its attention mask."""
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["made before the step", "made in the step"])
+def test_an_argument_that_no_op_uses_counts_once(held: bool) -> None:
+    torch.manual_seed(0)
+    model, tokens = Masked(), torch.randint(0, VOCABULARY, (BATCH, LENGTH))
+    mask = torch.ones(BATCH, LENGTH)
+    plain = taken(lambda: model(tokens).sum(), model)
+    masked = taken(lambda: model(tokens, mask=mask if held else torch.ones(BATCH, LENGTH)).sum(), model)
+    added = rounded(BATCH * LENGTH * 4) if held else 0
+    assert masked.static_bytes["input"] == plain.static_bytes["input"] + added
