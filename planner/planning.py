@@ -32,7 +32,7 @@ from poochplan.planner.search.optimise import Optimum, optimise
 from poochplan.planner.simulator.evaluator import begin_build, library, untold_absence
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import keep_all
-from poochplan.planner.simulator.simulate import Candidate, simulated, swap_all_on_demand
+from poochplan.planner.simulator.simulate import Candidate, movable, simulated, swap_all_on_demand
 from poochplan.units import format_bytes, parse_budget, parse_bytes
 
 from .whatif import link_text, shared, without_arena
@@ -261,7 +261,10 @@ def _within_reserved(given: PolicyInput, search: SearchLimits, watch: SearchCall
     if fitting.pack(in_core) <= given.budget_bytes:
         note = f"the budget of {format_bytes(given.budget_bytes)} holds what the in-core step reserves"
         return Optimum(in_core, KEEP_ALL, notes=(f"{note}: everything is kept",))
-    _check_feasible(given, swap_all_on_demand(given.problem))
+    smallest = swap_all_on_demand(given.problem)
+    _check_feasible(given, smallest)
+    if search.host_bytes is None or int(given.problem.size_bytes[movable(given.problem)].sum()) <= search.host_bytes:
+        fitting.pack(smallest)  # a search among plans with more live bytes may meet none that fits
     proposals = [partial(run_policy, name, given) for name in STRONG_POLICIES]
     found = optimise(given.problem, given.budget_bytes, search, proposals, watch, fitting)
     if NOT_WITHIN in found.notes and fitting.fewest is not None:

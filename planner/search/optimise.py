@@ -148,10 +148,7 @@ class _PlanSearch:
                 "pip install highspy and leave the solver out, or leave evaluations out"
             )
         self.whole, self.allowance = whole, whole.part(1.0 - POLISH_SHARE)
-        tiny, held_bytes = smallest_values(problem, movable(problem), TINY_SHARE)
-        has_room = held_bytes <= incumbents.within_bytes - swap_all_on_demand(problem).peak_bytes
-        self.tiny = frozenset(tiny) if has_room else frozenset[int]()
-        self.values = tuple(value for value in movable(problem) if value not in self.tiny)
+        self.tiny, self.values = frozenset[int](), tuple(movable(problem))
         self.proof = Proof(problem, budget_bytes, self.solver)
         self.walking = Walking(self.values, self.tiny, incumbents, self.allowance, effort.seed)
         self.objective_s: float | None = None
@@ -310,7 +307,16 @@ class _PlanSearch:
             return
         for name, wish in simple_decisions(self.problem):
             walker.try_styles(codes_of(wish), name, range(len(STYLE_OF)))
+        self._leave_out_tiny()
         self.walking.begin()
+
+    def _leave_out_tiny(self) -> None:
+        """Tiny values are kept, if the room that the plans so far have left holds them beside the smallest plan."""
+        tiny, held_bytes = smallest_values(self.problem, self.values, TINY_SHARE)
+        if held_bytes <= self.incumbents.within_bytes - swap_all_on_demand(self.problem).peak_bytes:
+            self.tiny = frozenset(tiny)
+            self.values = tuple(value for value in self.values if value not in self.tiny)
+            self.walking = Walking(self.values, self.tiny, self.incumbents, self.allowance, self.effort.seed)
 
     def _propose(self, walker: Walker) -> None:
         """Includes the plans of other policies, so that none of them is better."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from poochplan.planner.arena.reserved import MARGIN, NOT_WITHIN, budget_bytes_of
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import keep_all
+from poochplan.planner.simulator.simulate import swap_all_on_demand
 from tests.planner.random_profiles import transformer_like, unet_like
 
 MIB = 1 << 20
@@ -33,6 +35,7 @@ def _on_gpu(profile: Profile) -> Profile:
     return msgspec.structs.replace(profile, values=values, ops=ops, **larger)
 
 
+INSTANCES = Path(__file__).parents[2] / "benchmarks" / "instances"
 PROFILES = {"gpt": _on_gpu(transformer_like(3)), "unet": _on_gpu(unet_like(3))}
 EVERY = pytest.mark.parametrize("name", PROFILES)
 
@@ -66,6 +69,21 @@ def test_a_share_is_one_of_what_the_in_core_step_reserves(name: str) -> None:
 def test_a_budget_that_holds_what_the_in_core_step_reserves_keeps_everything(name: str) -> None:
     found = plan(PROFILES[name], "110%", on="reserved", evaluations=100)
     assert {value.decision for value in found.values} == {Decision.KEEP}
+
+
+def test_tiny_values_do_not_stay_in_the_way_of_a_plan_that_fits() -> None:
+    """Plans with the fewest live bytes are the only ones that fit this budget, and many of them are fast."""
+    profile = Profile.load(INSTANCES / "unet3d-192-v100.json.gz")
+    device = msgspec.structs.replace(
+        profile.device, name="a GPU", kind="cuda", expands=True
+    )  # measured, and no roofline
+    profile = msgspec.structs.replace(profile, device=device, memory=Memory.ALLOCATED)
+    problem = build_problem(profile)
+    smallest_bytes = reserved_peak(profile, problem, swap_all_on_demand(problem).schedule)
+    assert smallest_bytes is not None
+    found = plan(profile, int(1.15 * smallest_bytes), on="reserved", evaluations=400)
+    assert found.covered_bytes <= found.budget_bytes
+    assert found.prediction.overhead < 0.3
 
 
 @EVERY
