@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import count
 from typing import NamedTuple
 
 from poochplan.formats.occupancy import held_until
 from poochplan.formats.profile import ALLOCATION_UNIT_BYTES, OpBlock, Value
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES, LEAST_PLACED_BYTES, counted_bytes
-from poochplan.runtime.arena.library import BIRTH, DEATH, MARK, Table
+from poochplan.runtime.arena.library import BIRTH, DEATH, MARK
 
 BEGINS, ENDS, POINT = 1, 0, 2
 """Marks before and after an op, and after a point of the runtime's clock. Negative marks are bytes freed in compiled
@@ -68,13 +69,39 @@ def taken_in(
     return Taken((*blocks, *small), workspace_bytes)
 
 
-def events_by_op(events: Table) -> Iterator[list[LogEvent]]:
+def events_of_trace(
+    trace: Iterable[tuple[str, int, int]], marks: Sequence[int | tuple[int, int]], mark_bytes: int
+) -> tuple[list[LogEvent], dict[int, int]] | None:
+    """A log, and by block the output that lies in it, from what a GPU's allocator has traced: actions, addresses and
+    bytes. The n-th request of ``mark_bytes`` is the n-th mark; an address and an output say what lies in the block
+    there. None if there are not as many of one as of the other.
+    """
+    events, outputs = list[LogEvent](), dict[int, int]()
+    numbers, alive, seen = count(), dict[int, tuple[int, int]](), 0
+    for action, address, size_bytes in trace:
+        if size_bytes == mark_bytes:
+            if action == "alloc":
+                mark = marks[seen] if seen < len(marks) else 0
+                seen += 1
+                if isinstance(mark, int):
+                    events.append((MARK, -1, 0, mark))
+                elif mark[0] in alive:
+                    outputs[alive[mark[0]][0]] = mark[1]
+        elif action == "alloc":
+            alive[address] = next(numbers), size_bytes
+            events.append((BIRTH, *alive[address], 0))
+        elif action == "free_requested" and address in alive:
+            events.append((DEATH, *alive.pop(address), 0))
+    return (events, outputs) if seen == len(marks) else None
+
+
+def events_by_op(events: Iterable[LogEvent]) -> Iterator[list[LogEvent]]:
     """The events between the two marks of each op, in the order of their ends.
 
     If a checkpoint runs a compiled forward again within a compiled backward, its events belong only to itself.
     """
     running: list[list[LogEvent]] = []
-    for event in events.tolist():
+    for event in events:
         kind, _, _, value = event
         if kind == MARK and value == BEGINS:
             running.append([])

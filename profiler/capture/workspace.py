@@ -10,28 +10,33 @@ import numpy as np
 import torch
 
 from poochplan.formats.profile import Memory
-from poochplan.runtime.arena.library import BIRTH, DEATH, AllocationLog, Table, ThreadScope
+from poochplan.runtime.arena.library import BIRTH, DEATH, AllocationLog, ThreadScope
 from poochplan.runtime.devices.backend import backend_of
 from poochplan.runtime.devices.high_water import high_water
 from poochplan.runtime.metering.allocated import aside, joined_count, step_scope
 from poochplan.runtime.metering.device_peak import CpuMeter
+from poochplan.torch_private.cuda_internals import can_trace_memory, memory_trace, request_block, trace_memory
 
 from .captured import CapturedOp
 from .op_blocks import (
     BEGINS,
     ENDS,
     POINT,
+    LogEvent,
     Stray,
     Taker,
     bytes_beside_ops,
     carried_in,
     events_by_op,
+    events_of_trace,
     strays_in,
     taken_in,
 )
 
 ALLOCATED = "allocated_bytes"
 """The statistic of an allocator that is read."""
+MARK_BYTES = 61
+"""A request that no op is likely to make."""
 
 
 class CompiledMeter:
@@ -142,6 +147,62 @@ class AllocatorWorkspace(Workspace):
             op.workspace_bytes = peak_bytes - now_bytes
 
 
+class TracedWorkspace(AllocatorWorkspace):
+    """The same with the blocks of each op, from the trace that the caching allocator of a GPU writes.
+
+    A mark is a request of ``MARK_BYTES``, which is given back at once. If the trace has more or fewer requests of that
+    size than marks were made, no op's blocks are known.
+    """
+
+    def __init__(self, where: torch.device) -> None:
+        super().__init__(where)
+        self._is_on = False
+        self._marks_made: list[int | tuple[int, int]] = []
+        """In their order: what is marked, or the address of a block and the output that lies in it."""
+        self._ops: list[CapturedOp] = []
+        self._takers: list[Taker] = []
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        trace_memory(is_on=True)
+        self._is_on = True
+        try:
+            yield
+            self._read(memory_trace(self._index))
+        finally:
+            self._is_on = False
+            trace_memory(is_on=False)
+
+    def begin(self) -> None:
+        self._mark(BEGINS)
+        super().begin()
+
+    def end(self, op: CapturedOp, taker: Taker = Taker.OP, *, is_part: bool = False) -> None:
+        super().end(op, taker, is_part=is_part)
+        if self._is_on:
+            self._mark(ENDS)
+            self._ops.append(op)
+            self._takers.append(taker)
+
+    def holds(self, op: CapturedOp, output: int, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes():
+            self._mark((storage.data_ptr(), output))
+
+    def _mark(self, what: int | tuple[int, int]) -> None:
+        if self._is_on:
+            self._marks_made.append(what)
+            request_block(MARK_BYTES, self._index)
+
+    def _read(self, trace: list[tuple[str, int, int]]) -> None:
+        read = events_of_trace(trace, self._marks_made, MARK_BYTES)
+        if read is None:
+            return
+        events, outputs = read
+        for op, taker, own in zip(self._ops, self._takers, events_by_op(events), strict=True):
+            if taker is Taker.OP:
+                op.blocks = taken_in(own, outputs, len(op.outputs)).blocks
+
+
 class LoggedWorkspace(Workspace):
     """The compiled allocator's log of the step's blocks, with marks before and after ops, and after points."""
 
@@ -171,7 +232,7 @@ class LoggedWorkspace(Workspace):
         # Deaths of blocks that the scope's other threads made meanwhile are left out: their births are not logged.
         kind, block = log.events["kind"], log.events["block"]
         is_other = (kind == DEATH) & (block >= first) & ~np.isin(block, block[kind == BIRTH])
-        self._read(log.events[~is_other])
+        self._read(log.events[~is_other].tolist())
 
     def begin(self) -> None:
         self._mark(BEGINS)
@@ -207,7 +268,7 @@ class LoggedWorkspace(Workspace):
         if self._log is not None:
             self._log.mark(value)
 
-    def _read(self, events: Table) -> None:
+    def _read(self, events: list[LogEvent]) -> None:
         events_of, carried = carried_in(events_by_op(events), self._takers, self._outputs)
         for one in carried:
             op = self._ops[one.made_in]
@@ -216,7 +277,7 @@ class LoggedWorkspace(Workspace):
         for op, (taker, _), own in zip(self._ops, self._takers, events_of, strict=True):
             output_count = len(op.outputs) + len(op.carried)
             op.blocks, op.workspace_bytes = taken_in(own, self._outputs, output_count, taker)
-        self.strays = strays_in(events.tolist(), self._known)
+        self.strays = strays_in(events, self._known)
         for number, size_bytes in bytes_beside_ops(self.strays).items():
             if 0 <= number < len(self._ops):
                 op = self._ops[number]
@@ -225,6 +286,7 @@ class LoggedWorkspace(Workspace):
 
 def workspace_of(where: torch.device) -> Workspace:
     if where.type != "cpu":
-        return AllocatorWorkspace(where)
+        is_traced = where.type == "cuda" and can_trace_memory()
+        return TracedWorkspace(where) if is_traced else AllocatorWorkspace(where)
     scope = step_scope()
     return Workspace(CpuMeter) if scope is None or joined_count() is None else LoggedWorkspace(scope)

@@ -18,7 +18,8 @@ from poochplan.formats.plan import Plan
 from poochplan.planner.arena.caching_allocator import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, CachingAllocator
 from poochplan.planner.arena.reserved import On, in_core_bytes
 from poochplan.runtime.engine.audit import RESULT_BYTES, SCRATCH_BYTES
-from poochplan.torch_private.cuda_internals import allocator_settings, set_allocator
+from poochplan.torch_private.cuda_internals import allocator_settings, can_trace_memory, set_allocator
+from tests.gpu.cases import CASES
 from tests.nullgpu.test_on_null_gpu import CASE, PLANNED_BY, WHERE, _budget
 from tests.runtime.nets import LINK
 
@@ -82,6 +83,22 @@ def _trained(
 def plan() -> Plan:
     profile = CASE.profile()
     return poochplan.plan(profile, _budget(profile, 0.5), time_limit_s=2, on="allocated")
+
+
+def test_a_profile_knows_in_which_order_an_op_takes_its_blocks() -> None:
+    by_name = {op.name: op for op in CASES["residual"].profile().ops if op.workspace_bytes and op.outputs}
+    assert any(one.output < 0 for op in by_name.values() for one in op.blocks), "memory that the op gives back inside"
+    assert any(one.output >= 0 for op in by_name.values() for one in op.blocks)
+    assert can_trace_memory(), "the trace has ended"
+
+
+def test_a_trace_of_the_users_goes_on_and_then_blocks_are_not_known() -> None:
+    torch.cuda.memory._record_memory_history("all", context=None)
+    try:
+        assert not any(op.blocks for op in CASE.profile().ops)
+        assert not can_trace_memory()
+    finally:
+        torch.cuda.memory._record_memory_history(None)
 
 
 def test_segments_expand_within_a_session_and_not_after_it(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from poochplan.profiler.capture.op_blocks import (
@@ -14,11 +13,12 @@ from poochplan.profiler.capture.op_blocks import (
     bytes_beside_ops,
     carried_in,
     events_by_op,
+    events_of_trace,
     stray_values,
     strays_in,
     taken_in,
 )
-from poochplan.runtime.arena.library import BIRTH, DEATH, EVENT, MARK
+from poochplan.runtime.arena.library import BIRTH, DEATH, MARK
 
 
 def born(block: int, size_bytes: int) -> LogEvent:
@@ -86,8 +86,37 @@ def test_an_op_has(
 
 def test_compiled_code_that_runs_within_a_backward_has_its_events_for_itself() -> None:
     log = [mark(BEGINS), born(1, 64), mark(BEGINS), born(2, 64), mark(ENDS), born(3, 64), mark(ENDS)]
-    found = [[block for _, block, _, _ in events] for events in events_by_op(np.array(log, EVENT))]
+    found = [[block for _, block, _, _ in events] for events in events_by_op(log)]
     assert found == [[2], [1, 3]]
+
+
+# -- from the trace of a GPU's allocator -------------------------------------------------------------------------------
+
+
+def test_a_trace_is_read_as_a_log_with_what_lies_in_its_blocks() -> None:
+    marked = [("alloc", 0, 61), ("free_requested", 0, 61), ("free_completed", 0, 61)]
+    output = [("alloc", 4096, 9000), ("alloc", 8192, 5000), ("free_requested", 8192, 5000)]
+    again = [("segment_alloc", 8192, 1 << 21), ("alloc", 8192, 700), ("free_requested", 4096, 9000)]
+    trace = [*marked, *output, *marked, *marked, *again, ("free_requested", 1, 12)]
+    read = events_of_trace(trace, [BEGINS, ENDS, (4096, 3)], 61)
+    assert read is not None
+    events, outputs = read
+    assert events == [
+        mark(BEGINS),
+        born(0, 9000),
+        born(1, 5000),
+        died(1, 5000),
+        mark(ENDS),
+        born(2, 700),
+        died(0, 9000),
+    ]
+    assert outputs == {0: 3}
+    assert taken_in(next(events_by_op(events)), outputs, 4).blocks == ((9000, 3, -1), (5000, -1, 2))
+
+
+@pytest.mark.parametrize("marks", [[], [BEGINS, ENDS]], ids=["fewer", "more"])
+def test_a_trace_with_another_number_of_marks_is_not_read(marks: list[int]) -> None:
+    assert events_of_trace([("alloc", 0, 61)], marks, 61) is None
 
 
 # -- of parts of compiled code ---------------------------------------------------------------------------------------

@@ -27,6 +27,30 @@ def allocator_settings() -> dict[str, Any]:
     return dict(found)
 
 
+def can_trace_memory() -> bool:
+    """Whether the caching allocator can write a trace of its requests, and nobody has it write one already."""
+    has_trace = hasattr(torch._C, "_cuda_isHistoryEnabled") and torch.cuda.get_allocator_backend() == "native"
+    return has_trace and not torch._C._cuda_isHistoryEnabled()
+
+
+def trace_memory(*, is_on: bool) -> None:
+    """Has the caching allocator trace its requests, without stacks, or ends that. Beginning clears the last trace."""
+    torch.cuda.memory._record_memory_history("all" if is_on else None, context=None, clear_history=is_on)
+
+
+def memory_trace(index: int) -> list[tuple[str, int, int]]:
+    """The trace of a GPU: action, address, and bytes as requested."""
+    entries = torch.cuda.memory._snapshot(index)["device_traces"][index]
+    return [(entry["action"], entry["addr"], entry["size"]) for entry in entries]
+
+
+def request_block(size_bytes: int, index: int) -> None:
+    """Takes a block of the caching allocator and gives it back, which marks a place in the trace."""
+    with torch.cuda.device(index):
+        address = torch._C._cuda_cudaCachingAllocator_raw_alloc(size_bytes, raw_stream(index))
+        torch._C._cuda_cudaCachingAllocator_raw_delete(address)
+
+
 MemoryStats = Callable[[int], dict[str, Any]]
 ResetPeaks = Callable[[int], object]
 
