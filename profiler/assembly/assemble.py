@@ -45,6 +45,7 @@ from poochplan.torch_private.tensor_internals import is_training
 from poochplan.units import format_bytes
 
 from .reconcile import PhaseSeconds, reconcile
+from .sums import with_sums_in_place
 
 EVAL_MODE = "the model was in eval mode: no dropout, no batch statistics"
 
@@ -113,7 +114,9 @@ def assemble(
     strays = stray_values(capture.workspace.strays, draft.op_ticks, draft.tick_count)
     values += strays
     ops, carried = with_carried(capture, ops, draft.op_ticks, len(values))
-    return _with_peak(msgspec.structs.replace(draft, ops=ops, values=(*values, *carried)))
+    whole = msgspec.structs.replace(draft, ops=ops, values=(*values, *carried))
+    adds_to = {number: op.adds_to for number, op in enumerate(capture.ops) if op.adds_to >= 0}
+    return _with_peak(with_sums_in_place(whole, adds_to))
 
 
 def build_ops(capture: Capture, durations_s: list[float], spreads_s: list[float]) -> tuple[Op, ...]:

@@ -39,7 +39,14 @@ from poochplan.tensors.storages import (
     storage_key,
 )
 from poochplan.torch_private.sharding import local_tensor, told_of_resizes
-from poochplan.torch_private.tensor_internals import in_backward, pytree, tensors_in, version_of
+from poochplan.torch_private.tensor_internals import (
+    backward_node_number,
+    in_backward,
+    is_dense,
+    pytree,
+    tensors_in,
+    version_of,
+)
 
 from .captured import CapturedOp, CapturedValue, Lifetimes, shapes_of
 from .clock import clock_of
@@ -191,11 +198,22 @@ class Capture(ToggledMode):
         if writes.overwritten is not None:
             op.overwrites = self.value_of(writes.overwritten)
         op.writes = self.written(writes.in_place)
+        if self.phase is Phase.BACKWARD:
+            op.node = backward_node_number()
+            op.adds_to = self._added_to(op, plain)
         outputs = self._run(op, func, args, kwargs)
         op.shapes = shapes_of(outputs)
         self._born(op, outputs, facts.partly_unwritten)
         self.ops.append(op)
         return outputs
+
+    def _added_to(self, op: CapturedOp, plain: list[torch.Tensor]) -> int:
+        """The first summand, if the op may be autograd's sum of the gradients that two nodes give one tensor."""
+        if op.name != "aten.add.Tensor" or len(op.inputs) != 2 or op.node < 0 or torch.is_grad_enabled():
+            return -1
+        born = self.values[op.inputs[0]].born
+        is_older = born >= 0 and self.ops[born].phase is Phase.BACKWARD and self.ops[born].node != op.node
+        return op.inputs[0] if is_older and is_dense(plain[0]) else -1
 
     def look_for_checkpoint(self, compiled: str | None = None) -> None:
         """Detects a checkpoint: autograd is off in backward, so if it is on, a forward runs again."""

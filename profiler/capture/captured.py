@@ -56,6 +56,10 @@ class CapturedOp:
     """Those of its outputs that it does not write completely."""
     overwrites: int | None = None
     """The value whose every byte it writes without reading one."""
+    node: int = -1
+    """The number of autograd's node that runs it; -1 outside backward."""
+    adds_to: int = -1
+    """The gradient of an earlier node that autograd has added to; -1 if it is no such sum."""
 
 
 @dataclass(eq=False, slots=True)

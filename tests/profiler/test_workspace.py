@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import poochplan
-from poochplan.formats.profile import Memory, Phase, Profile
+from poochplan.formats.profile import Kind, Memory, Phase, Profile
 from poochplan.planner.arena.step_layout import blocks_of
 from poochplan.planner.simulator.problem import build_problem
 from poochplan.planner.simulator.schedule import schedule_of
@@ -152,6 +152,25 @@ def test_a_gradient_that_is_added_to_a_part_of_another_is_new_memory() -> None:
     profile = poochplan.profile(step, model=model, optimizer=optimizer, backward="inside")  # node by node
     metered_bytes = peak_of_a_step(model, lambda: model(batch).sum(), optimizer)
     assert abs(metered_bytes - profile.in_core_live_peak_bytes) < batch.nbytes // 8
+
+
+@needs_compiler
+@pytest.mark.parametrize("uses", [2, 3])
+def test_a_gradient_that_is_added_to_another_is_no_new_memory(uses: int) -> None:
+    """Of a weight that is used several times: under the capture's mode torch adds its gradients in new memory."""
+
+    def several(net: Net, hidden: torch.Tensor) -> torch.Tensor:
+        for _ in range(uses):
+            hidden = hidden @ net.weight
+        return hidden
+
+    case = of(lambda: Net(several, weight=nn.Parameter(torch.randn(512, 512) / 32)), 4, 512)
+    profile = case.profile()
+    (gradient,) = (number for number, one in enumerate(profile.values) if one.kind is Kind.GRADIENT)
+    sums = [op for op in profile.ops if op.writes == (gradient,) and op.name == "aten.add.Tensor"]
+    assert len(sums) == uses - 1
+    assert not any(op.outputs for op in sums)
+    assert metered_peaks(case, poochplan.plan(profile, "100%"))[1] == profile.in_core_peak_bytes
 
 
 STATE_BYTES = torch.get_rng_state().nbytes

@@ -310,6 +310,12 @@ def backward_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def backward_node_number() -> int:
+    """The number that the running node got in forward, or -1 outside backward."""
+    node = backward_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
 def nodes_behind(outputs: Any, after: int = -1) -> list[Any]:
     """The nodes that a backward from these outputs may run; an output is a tensor, or an edge of the graph. ``after``:
     only nodes with higher numbers, and those on the way to them.
