@@ -31,6 +31,7 @@ from poochplan.fitting.largest import Gait, aimed, largest
 from poochplan.fitting.probes import Probes
 from poochplan.planner import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
+from poochplan.planner.simulator.problem import Problem
 from poochplan.units import parse_bytes
 
 SWAPPING = ("swap-all-on-demand", "vdnn", "earliest-first", "tflms")
@@ -140,7 +141,7 @@ def exposed(
 
     None where a policy's plan does not fit.
     """
-    given = PolicyInput.of(profile, budget_bytes)
+    given = PolicyInput(Problem.of(profile), budget_bytes)
     shares: dict[str, float | None] = {}
     for name in SWAPPING:
         candidate = run_policy(name, given)

@@ -30,8 +30,8 @@ from poochplan.formats.occupancy import (
 )
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Phase, Profile
-from poochplan.formats.sources import as_planned
 from poochplan.peak import simulate_plan
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.streams import Lane
 from poochplan.units import format_bytes, format_copies, format_seconds, share_of_peak
 
@@ -88,7 +88,8 @@ def timeline_of(
     profile: Profile, plan: Plan, *, measured_peak_bytes: int | None = None, measured_overhead: float | None = None
 ) -> Timeline:
     """The simulated step of a plan; raises ``ModelMismatchError`` if the plan has another profile."""
-    simulation, planned = simulate_plan(profile, plan), as_planned(profile, plan)
+    problem = Problem.of(profile, plan)
+    simulation, planned = simulate_plan(problem, plan), problem.profile
     starts_s = simulation.tick_start_s
     boundaries_s = _phase_starts(planned, [float(starts_s[tick]) for tick in planned.op_ticks])
     in_core_s = _in_core_ends_s(profile)
@@ -141,7 +142,7 @@ def _split(row: str, start_s: float, end_s: float, phase_starts_s: dict[str, flo
 
 def predicted_trace(profile: Profile, plan: Plan) -> StepTrace:
     """The simulated step; raises ``ModelMismatchError`` if the plan has another profile."""
-    timeline, planned = timeline_of(profile, plan), as_planned(profile, plan)
+    timeline, planned = timeline_of(profile, plan), Problem.of(profile, plan).profile
     memory, prediction = timeline.memory, plan.prediction
     moves = [
         Bar(_TRACK_OF[bar.what], bar.what, bar.start_s, bar.end_s, bar.label)
