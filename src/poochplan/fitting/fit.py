@@ -120,7 +120,8 @@ def fit(
     InfeasibleError
         The smallest value does not fit, even with its smallest possible peak.
     """
-    machine, memory_bytes, margin_bytes = _machine(device_memory, margin, roofline, link, compute_scale, spill_dir)
+    memory_bytes, margin_bytes = _memory(device_memory, margin, roofline)
+    machine = Machine(memory_bytes - margin_bytes, roofline, link, compute_scale, spill_dir)
     if low < 1 or (high is not None and high < low):
         raise UsageError(f"range: expected values from 1 up, found {low} to {high}; name a smaller first one")
     family, say = family_of(workload, vary, settings, seed), progress or (lambda _: None)
@@ -133,7 +134,8 @@ def fit(
         judge = replace(quick, take=profiles(family, machine, say), exists=quick.smallest if is_quick else None)
         quick = quick if is_quick else judge
     found, in_core = _searched(quick, judge, machine, start, low, start << MOST_DOUBLINGS if high is None else high)
-    value, rung_of = found.value or start, partial(judge.rung, is_measured=machine.is_here)
+    value, rung_of = found.value, partial(judge.rung, is_measured=machine.is_here)
+    assert value is not None, "an error was raised"
     ladder = ladder_values(in_core, value, min(start, value))
     rungs = tuple(rung_of(one) for one in ladder if judge.smallest(one) is not None)
     rates = [(rung.items_per_s, rung.value) for rung in rungs if rung.items_per_s is not None and rung.fits]
@@ -226,15 +228,8 @@ def _notes(quick: Probes, found: Found, high: int | None) -> Iterator[str]:
         yield f"the range ends at {high}: larger ones were not tried, and may fit too"
 
 
-def _machine(
-    device_memory: str | int | None,
-    margin: str | int,
-    roofline: str | None,
-    link: str | float | None,
-    compute_scale: float | None,
-    spill_dir: str | None,
-) -> tuple[Machine, int, int]:
-    """The machine, and bytes of its memory and of the margin; raises ``UsageError``."""
+def _memory(device_memory: str | int | None, margin: str | int, roofline: str | None) -> tuple[int, int]:
+    """Bytes of the machine's memory and of the margin; raises ``UsageError``."""
     known_bytes = 0 if roofline is None else parse_roofline(roofline).memory_bytes
     if device_memory is None and not known_bytes:
         raise UsageError("device memory: expected a size such as 16GiB, found none; name it")
@@ -245,4 +240,4 @@ def _machine(
             f"device memory: expected more than the margin of {format_bytes(margin_bytes)}, found "
             f"{format_bytes(memory_bytes)}; name more memory, or a smaller margin"
         )
-    return Machine(memory_bytes - margin_bytes, roofline, link, compute_scale, spill_dir), memory_bytes, margin_bytes
+    return memory_bytes, margin_bytes
