@@ -43,6 +43,7 @@ from benchmarks.plans import budget_of, costs_of, policy_overhead
 from poochplan.errors import InfeasibleError
 from poochplan.formats.profile import Profile
 from poochplan.planner.policies import PolicyInput
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.whatif import for_machine
 
 OURS = "ilp"
@@ -129,7 +130,7 @@ def simulated(name: str, time_limit_s: float, say: Say) -> Found:
 
 def _overheads(profile: Profile, budget_bytes: int, time_limit_s: float) -> dict[str, float | None]:
     """Overhead of each policy, None for one that does not fit; and the bound below which no plan is."""
-    given = PolicyInput.of(profile, budget_bytes)
+    given = PolicyInput(Problem.of(profile), budget_bytes)
     found = {policy: policy_overhead(policy, given) for policy in POLICIES[:-1]}
     try:
         costs = costs_of(poochplan.plan(profile, budget_bytes, time_limit_s=time_limit_s, gap=GAP))

@@ -34,7 +34,7 @@ from poochplan.formats.profile import PointKind, Profile
 from poochplan.planner.planning import plan
 from poochplan.planner.search.bound import integral_bound, lower_bound
 from poochplan.planner.search.solvers import SolverLimits
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import Candidate, simulate, try_decisions
 from tests.planner.checker import Violation, check  # a judge of the tests, on purpose none of the package
 from tests.planner.plans import interfering_profile, random_schedule
@@ -103,7 +103,7 @@ def passed(row: Row) -> bool:
 def bounds_of(seed: int) -> list[Row]:
     """The plans of one step: the seconds of each, of its bound, and of the step that keeps everything."""
     profile = interfering_profile(seed)
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     drawn = random_schedule(problem, seed)
     at_random = Candidate("random", drawn.decisions, drawn, simulate(problem, drawn))
     scheduled = try_decisions(problem, "scheduled", drawn.decisions, at_random.peak_bytes)

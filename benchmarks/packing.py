@@ -38,6 +38,7 @@ from poochplan.planner.arena.caching_allocator import ROUND_LARGE_BYTES, peak_re
 from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, THOROUGH, Block, Packing, live_peak, pack
 from poochplan.planner.arena.step_layout import blocks_of, taken_by
 from poochplan.planner.policies import PolicyInput, run_policy
+from poochplan.planner.simulator.problem import Problem
 from poochplan.workload import Workload
 
 LINKS = ("pcie3", "nvlink2")
@@ -76,10 +77,10 @@ def loaded_s() -> float:
 def one(network: str, link: str, kept: float) -> Row:
     """One plan: bytes live, packed and reserved; ``kept`` of 1 is the in-core step."""
     profile = instance(network, link)
-    problem = PolicyInput.of(profile, 0).problem
+    problem = PolicyInput(Problem.of(profile), 0).problem
     budget_bytes = budget_of(profile, kept)
-    plan = run_policy("keep-all" if kept == 1 else "greedy", PolicyInput(profile, problem, budget_bytes))
-    blocks = blocks_of(profile, problem, plan.schedule)
+    plan = run_policy("keep-all" if kept == 1 else "greedy", PolicyInput(problem, budget_bytes))
+    blocks = blocks_of(problem, plan.schedule)
     step = blocks.of_step
     row: Row = {"network": network, "link": link, "kept": kept, "blocks": len(step), "load_s": loaded_s()}
     looks = (THOROUGH, LOOKS_PER_BLOCK * len(step), None)
@@ -165,8 +166,8 @@ def source_network(network: str, batch_size: int) -> Workload:
 
 def packed_row(profile: Profile, network: str, phase: str) -> Row:
     if phase == PHASES[0]:
-        given = PolicyInput.of(profile, 0)
-        step = blocks_of(profile, given.problem, run_policy("keep-all", given).schedule)
+        given = PolicyInput(Problem.of(profile), 0)
+        step = blocks_of(given.problem, run_policy("keep-all", given).schedule)
         blocks, end = step.of_step, step.end
     else:
         blocks, end = forward_blocks(profile)

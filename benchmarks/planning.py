@@ -46,9 +46,8 @@ from poochplan.planner.search.decide import solve_fluid
 from poochplan.planner.search.fluid import Request
 from poochplan.planner.search.solvers import SolverLimits
 from poochplan.planner.simulator.evaluator import STYLE_OF, codes_of
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable, swap_all
-from poochplan.planner.whatif import shared
 
 RESULTS = Path(__file__).resolve().parent / "results" / "planning.json"
 HARDEST, SEEDS = 10, 5
@@ -91,7 +90,7 @@ def one(network: str, link: str, kept: float, time_limit_s: float, gap: float, p
     found = plan(profile, budget_bytes, time_limit_s=time_limit_s, gap=gap)
     row: Row = costs_of(found) | {"wall_s": time.perf_counter() - started_s}
     in_core_s, objective_s = found.prediction.in_core_step_s, found.solve.objective_s
-    given = PolicyInput.of(profile, budget_bytes)
+    given = PolicyInput(Problem.of(profile), budget_bytes)
     overheads = {name: policy_overhead(name, given) for name in policies}
     others = [overhead for overhead in overheads.values() if overhead is not None]
     return row | {
@@ -168,7 +167,7 @@ def caps(arguments: argparse.Namespace) -> Told:
     own = (pooch_policy.KEEP_SETS, pooch_policy.FLIP_GROUPS, pooch_policy.FLIP_EVALUATIONS)
     for network, link, kept in cases_of(arguments.networks):
         profile = instance(network, link)
-        given = PolicyInput.of(profile, budget_of(profile, kept))
+        given = PolicyInput(Problem.of(profile), budget_of(profile, kept))
         overheads = []
         for figures in (own, *RAISED):
             pooch_policy.KEEP_SETS, pooch_policy.FLIP_GROUPS, pooch_policy.FLIP_EVALUATIONS = figures
@@ -181,7 +180,7 @@ def caps(arguments: argparse.Namespace) -> Told:
 def uses(arguments: argparse.Namespace) -> Told:
     """Of the values that TFLMS may swap: how many levels backward's uses of one value are apart, at most."""
     for network in NETWORKS:
-        given = PolicyInput.of(instance(network, "pcie3"), 1)
+        given = PolicyInput(Problem.of(instance(network, "pcie3")), 1)
         values = {record: value for value, record in enumerate(given.problem.replay.value_of)}
         levels: dict[int, list[int]] = {}
         for index, point in enumerate(given.profile.points):
@@ -217,7 +216,7 @@ def ranks(arguments: argparse.Namespace) -> Told:
         alone, together = ask(), ask(ranks_per_host=RANKS)
         row: Row = {"network": network, "kept": kept, "ranks": RANKS, "promised_alone": alone.prediction.overhead}
         for name, found in (("alone", alone), ("together", together)):
-            step_s = simulate_plan(shared(profile, RANKS), found).step_s
+            step_s = simulate_plan(Problem.of(profile, found, ranks=RANKS), found).step_s
             row[name] = step_s / found.prediction.in_core_step_s - 1
         row["gap"] = together.solve.gap
         shown = (f"{row[name]:.2%}" for name in ("promised_alone", "alone", "together", "gap"))
@@ -242,7 +241,7 @@ def milp(arguments: argparse.Namespace) -> Told:
 def proposed(network: str, kept: float, limit_s: float) -> Row:
     profile = instance(network, MILP_LINK)
     budget_bytes = budget_of(profile, kept)
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     values = tuple(movable(problem))
     walker = Walker(values, Incumbents(problem, budget_bytes, None))
     largest = max(int(problem.rounded_bytes[value]) for value in values)
@@ -255,7 +254,7 @@ def proposed(network: str, kept: float, limit_s: float) -> Row:
         codes, _ = solve_fluid(problem, Request(budget, values), "highs", limits, relaxed=is_relaxed)
         return None if codes is None else walker.try_styles(codes, "ilp")
 
-    given = PolicyInput(profile, problem, budget_bytes)
+    given = PolicyInput(problem, budget_bytes)
     policies = (policy_overhead(name, given) for name in ("greedy", "pooch"))
     rounded, integral = solved(budget_bytes - largest, True), solved(budget_bytes, False)
     start = walker.try_styles(codes_of(swap_all(problem)), "swap-all", range(len(STYLE_OF)))

@@ -27,7 +27,7 @@ from poochplan.planner.search.bound import bound_model, bound_seconds
 from poochplan.planner.search.decide import build_fluid_model
 from poochplan.planner.search.fluid import FluidModel, Request
 from poochplan.planner.search.solvers import SolverLimits, solve_linear
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable
 
 LAYERS = (25, 112, 280)
@@ -43,7 +43,7 @@ def one(layers: int, kept: float, seed: int, is_planned: bool) -> Row:
     """Builds and solves BOUND and PLAN's relaxation of one size at one budget, and plans it where asked."""
     profile = for_machine(gpt_blocks(layers, seed=seed), link="pcie3")
     budget_bytes = budget_of(profile, kept)
-    problem, problem_s = timed(lambda: build_problem(profile))
+    problem, problem_s = timed(lambda: Problem.of(profile))
     bound, bound_s = timed(lambda: bound_model(problem, budget_bytes))
     row: Row = {"layers": layers, "values": problem.value_count, "kept": kept, "budget_bytes": budget_bytes}
     row |= {"problem_s": problem_s, "bound_build_s": bound_s} | solved("bound", bound)

@@ -26,11 +26,12 @@ from benchmarks.plans import costs_of, predicted
 from benchmarks.settings import MARGIN, SETTINGS, SMALL, Setting
 from poochplan import Plan, Profile, Workload
 from poochplan.errors import InfeasibleError
-from poochplan.fitting.family import Family, Machine, bytes_alone, family_of
-from poochplan.fitting.largest import Gait, aimed, largest
+from poochplan.fitting.family import Family, Machine, family_of, profiles
+from poochplan.fitting.largest import largest
 from poochplan.fitting.probes import Probes
 from poochplan.planner import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
+from poochplan.planner.simulator.problem import Problem
 from poochplan.units import parse_bytes
 
 SWAPPING = ("swap-all-on-demand", "vdnn", "earliest-first", "tflms")
@@ -49,14 +50,13 @@ def batches(build: Callable[..., Workload], budget_bytes: int) -> tuple[int | No
     They are asked of bytes alone, which no device changes.
     """
     workloads = family(build)
-    probes = Probes(
-        bytes_alone(workloads, Machine(budget_bytes), say), budget_bytes, {"time_limit_s": 20.0, "gap": 0.005}
+    take = profiles(workloads, Machine(budget_bytes), say, bytes_alone=True)
+    probes = Probes(workloads, take, budget_bytes, {})
+    in_core, most = (
+        largest(size_bytes, budget_bytes, workloads.own or 1, 1, MOST_BATCH, 1).value
+        for size_bytes in (probes.in_core, probes.smallest)
     )
-    found = []
-    for fits, size_bytes in ((probes.in_core, probes.in_core_peak), (probes.has_plan, probes.smallest)):
-        guess = aimed(size_bytes, budget_bytes, workloads.own or 1, 1, MOST_BATCH)
-        found.append(largest(fits, guess, 1, MOST_BATCH, Gait.STEP, 1).value)
-    return found[0], found[1]
+    return in_core, most
 
 
 def say(text: str) -> None:
@@ -69,7 +69,7 @@ def step_of(setting: Setting, batch: int) -> Profile:
         return setting.profile()
     assert setting.build is not None
     machine = Machine(0, setting.device, setting.link)
-    return bytes_alone(family(setting.build), machine, say)(batch)
+    return profiles(family(setting.build), machine, say, bytes_alone=True)(batch)
 
 
 def row_of(setting: Setting, arguments: argparse.Namespace) -> Row:
@@ -140,7 +140,7 @@ def exposed(
 
     None where a policy's plan does not fit.
     """
-    given = PolicyInput.of(profile, budget_bytes)
+    given = PolicyInput(Problem.of(profile), budget_bytes)
     shares: dict[str, float | None] = {}
     for name in SWAPPING:
         candidate = run_policy(name, given)

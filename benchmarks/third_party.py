@@ -34,7 +34,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.search.optimise import Optimum
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import Candidate, simulate
 from poochplan.planner.writing import BY_HAND, write_plan
 from poochplan.runtime.run_report import Report
@@ -55,7 +55,7 @@ def session_rows(name: str, plans: int) -> list[Row]:
     case = NETWORKS[name]
     reference, _ = nets.train(case, STEPS["off"])
     profile = case.profile()
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     rows = []
     for seed in range(plans):
         schedule = random_schedule(profile, problem, seed)
@@ -97,7 +97,7 @@ def allocated_rows(name: str, plans: int) -> list[Row]:
     """One row for each plan of a network, the random ones from an arena and without one."""
     case = NETWORKS[name]
     profile = case.profile()
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     reference = trained(case, None, "off")
     rows: list[Row] = []
     for kind in (*(f"random {seed}" for seed in range(plans)), "planner"):
@@ -118,7 +118,7 @@ def allocated_rows(name: str, plans: int) -> list[Row]:
 def random_plan(profile: Profile, problem: Problem, seed: int, arena: str) -> Plan:
     schedule = random_schedule(profile, problem, seed)
     best = Candidate(BY_HAND, schedule.decisions, schedule, simulate(problem, schedule))
-    plan = write_plan(PolicyInput(profile, problem, 0), Optimum(best, BY_HAND), 0.0, is_laid_out=True)
+    plan = write_plan(PolicyInput(problem, 0), Optimum(best, BY_HAND), 0.0, is_laid_out=True)
     found = plan.prediction
     least = found.arena_peak_bytes if arena == "on" else max(found.peak_bytes, found.first_step_peak_bytes)
     assert least is not None

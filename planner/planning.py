@@ -15,7 +15,6 @@ from poochplan.formats.plan import Plan, SolveStatus
 from poochplan.formats.profile import Link, Memory, Profile
 from poochplan.formats.profile_parts import LOSS_IS_HELD
 from poochplan.formats.queries import limits
-from poochplan.formats.sources import SOURCES, with_sources
 from poochplan.planner.arena.reserved import (
     ABOVE,
     NOT_WITHIN,
@@ -30,12 +29,13 @@ from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.search.allowance import SearchCallback, SearchLimits
 from poochplan.planner.search.optimise import Optimum, optimise
 from poochplan.planner.simulator.evaluator import begin_build, library, untold_absence
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import Candidate, movable, simulated, swap_all_on_demand
+from poochplan.planner.simulator.sources import SOURCES
 from poochplan.units import format_bytes, parse_budget, parse_bytes
 
-from .whatif import link_text, shared, without_arena
+from .whatif import link_text
 from .writing import KEEP_ALL, write_plan
 
 ILP = "ilp"
@@ -118,11 +118,10 @@ def plan(
     on = budget_on(profile, on)
     budget_bytes = budget_bytes_of(profile, budget, on)
     has_arena, measured = in_arena(profile, arena), profile.link
-    profile = shared(without_arena(profile) if arena == "off" else profile, ranks_per_host)
-    if policy == ILP and (profile.in_core_peak_bytes > budget_bytes or on == "reserved") and SOURCES not in without:
-        profile = with_sources(profile)
-    problem = build_problem(profile)
-    given = PolicyInput(profile, problem, budget_bytes)
+    is_over = profile.in_core_peak_bytes > budget_bytes
+    has_sources = policy == ILP and (is_over or on == "reserved") and SOURCES not in without
+    problem = Problem.of(profile, ranks=ranks_per_host, has_arena=arena != "off", has_sources=has_sources)
+    profile, given = problem.profile, PolicyInput(problem, budget_bytes)
     if policy != ILP and arena == "on":
         raise UsageError(f'arena: expected "auto" or "off" with policy {policy!r}, which decides alone, found "on"')
     host_bytes = None
@@ -138,7 +137,7 @@ def plan(
         search = SearchLimits(
             solver, time_limit_s, gap, max(1, threads), host_bytes, evaluations, seed, keep_interrupted
         )
-        if arena == "on" and profile.in_core_peak_bytes > budget_bytes:
+        if arena == "on" and is_over:
             _check_feasible(given, swap_all_on_demand(problem), smallest_budget(profile, arena=arena))
         if on == "reserved":
             found = _within_reserved(given, search, watch)
@@ -183,9 +182,9 @@ def smallest_budget(profile: Profile, *, arena: Literal["auto", "on", "off"] = "
     With ``arena="on"`` it includes the arena of that plan (see :func:`plan`). ``pooch plan --min`` plans for it, and
     the error about a smaller budget names it. It is at least 1.
     """
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     if arena == "on":
-        return max(1, min(profile.in_core_peak_bytes, smallest_arena(profile, problem)))
+        return max(1, min(profile.in_core_peak_bytes, smallest_arena(problem)))
     return max(1, swap_all_on_demand(problem).peak_bytes)
 
 
@@ -228,24 +227,24 @@ def _check_feasible(given: PolicyInput, smallest: Candidate, least_bytes: int = 
 
 def _optimal(given: PolicyInput, search: SearchLimits, watch: SearchCallback | None, *, has_arena: bool) -> Optimum:
     """The plan that keeps everything if no plan can be faster; else the best plan that was found."""
-    profile, problem, budget_bytes = given.profile, given.problem, given.budget_bytes
+    problem, budget_bytes = given.problem, given.budget_bytes
     in_core, laid = simulated(problem, KEEP_ALL, keep_all(problem)), None
-    kept, slower = Optimum(in_core, KEEP_ALL), profile
+    kept = Optimum(in_core, KEEP_ALL)
     holds = f"the budget of {format_bytes(budget_bytes)} holds the in-core peak of {format_bytes(in_core.peak_bytes)}"
     if in_core.peak_bytes > budget_bytes:
         _check_feasible(given, swap_all_on_demand(problem))
     else:
-        if has_arena and (slower := without_arena(profile)) is not profile:
-            laid = layout_of(profile, problem, in_core.schedule)
+        if has_arena and problem.unserved is not problem:
+            laid = layout_of(problem, in_core.schedule)
         kept = replace(kept, notes=(f"{holds}: everything is kept",), laid=laid)
         if laid is None or laid.peak_bytes <= budget_bytes:
             return kept
-    fitting = Fitting(profile, problem, budget_bytes) if has_arena else None
+    fitting = Fitting(problem, budget_bytes) if has_arena else None
     proposals = [partial(run_policy, name, given) for name in STRONG_POLICIES]
     found = optimise(problem, budget_bytes, search, proposals, watch, fitting)
     if laid is None:
         return found
-    if NO_ARENA in found.notes or found.best.simulation.step_s >= build_problem(slower).keep_all_s:
+    if NO_ARENA in found.notes or found.best.simulation.step_s >= problem.unserved.keep_all_s:
         return replace(kept, laid=None, bound_s=found.bound_s, status=found.status, solver=found.solver)
     note = (
         f"{holds}, but an arena for it would take {format_bytes(laid.peak_bytes)}: a step whose arena fits is shorter "
@@ -256,7 +255,7 @@ def _optimal(given: PolicyInput, search: SearchLimits, watch: SearchCallback | N
 
 def _within_reserved(given: PolicyInput, search: SearchLimits, watch: SearchCallback | None) -> Optimum:
     """The best plan that was found whose reserved bytes fit the budget; else that with the fewest."""
-    fitting = FittingReserved(given.profile, given.problem, given.budget_bytes)
+    fitting = FittingReserved(given.problem, given.budget_bytes)
     in_core = simulated(given.problem, KEEP_ALL, keep_all(given.problem))
     if fitting.pack(in_core) <= given.budget_bytes:
         note = f"the budget of {format_bytes(given.budget_bytes)} holds what the in-core step reserves"
@@ -286,7 +285,7 @@ def _alone(policy: str, given: PolicyInput, on: On) -> Optimum:
             f"policy {ILP!r}, which has plans from {share_that_holds(smallest.peak_bytes, in_core_peak_bytes)} on",
             smallest_budget_bytes=smallest.peak_bytes,
         )
-    taken_bytes = covered_bytes(given.profile, given.problem, best, on)
+    taken_bytes = covered_bytes(given.problem, best, on)
     return Optimum(best, policy, notes=(ABOVE,) if taken_bytes > budget_bytes else ())
 
 

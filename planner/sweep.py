@@ -34,7 +34,7 @@ from poochplan.planner.policies.registry import unknown_policy
 from poochplan.planner.search.optimise import Optimum
 from poochplan.planner.search.solvers import choose_solver
 from poochplan.planner.simulator.evaluator import begin_build, untold_absence
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.writing import write_plan
 
 
@@ -132,9 +132,9 @@ def _point(cell: Cell, **facts: Any) -> SweepPoint:
 
 def _facts_of(profile: Profile, solving: Solving, policy: str, budget_bytes: int) -> dict[str, Any]:
     if policy != ILP:
-        given = PolicyInput.of(profile, budget_bytes)
+        given = PolicyInput(Problem.of(profile), budget_bytes)
         candidate, on = run_policy(policy, given), budget_on(profile, solving.on)
-        taken_bytes = covered_bytes(profile, given.problem, candidate, on)
+        taken_bytes = covered_bytes(given.problem, candidate, on)
         if taken_bytes > budget_bytes:
             return {"status": CellStatus.INFEASIBLE, "peak_bytes": taken_bytes}
         found = Optimum(candidate, policy)
@@ -282,7 +282,7 @@ def sweep(
             raise unknown_policy(name)
     if ILP in names:
         choose_solver(solving.solver)
-    build_problem(profile)
+    Problem.of(profile)
     cells = list(dict.fromkeys(itertools.product(names, budgets)))
     processes = min(processes or usable_processors(), len(cells))
     done = itertools.count(1)
@@ -348,7 +348,7 @@ class ComparisonRow:
 
 def compare_policies(profile: Profile, made: Plan) -> tuple[ComparisonRow, ...]:
     """A row for each policy at the budget of ``made``, the ILP's plan. Fitting plans come first, the fastest first."""
-    given = PolicyInput.of(profile, made.budget_bytes)
+    given = PolicyInput(Problem.of(profile, ranks=made.link.ranks), made.budget_bytes)
 
     def row(policy: str, does: Prediction, wall_s: float) -> ComparisonRow:
         figures = _figures(does, "interference_s")

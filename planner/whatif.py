@@ -7,19 +7,17 @@ estimates. Their memory is still exact, because bytes do not depend on speed.
 from __future__ import annotations
 
 import math
-from typing import TypeVar
 
 import msgspec
 
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.occupancy import held_until, static_bytes
-from poochplan.formats.plan import Plan
-from poochplan.formats.profile import PRESET_BYTES_PER_S, Kind, Link, LinkDirection, Profile, preset_link, rated_link
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.formats.profile import PRESET_BYTES_PER_S, Kind, Link, Profile, preset_link, rated_link
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import swap_all_on_demand
+from poochplan.planner.simulator.views import at_speed
 from poochplan.units import format_bytes, format_rate, parse_bytes, parse_rate
 
-Record = TypeVar("Record", bound=msgspec.Struct)
 MEASURED = "measured"
 """The name for the profile's own link."""
 
@@ -54,7 +52,7 @@ def for_machine(
             f"found {compute_scale}"
         )
     if compute_scale is not None and compute_scale != 1:
-        changed = _at_speed(changed, compute_scale)
+        changed = at_speed(changed, compute_scale)
         assumed.append(f"compute takes {compute_scale:g} times as long as measured on {profile.device.name}")
     if link is not None and link != MEASURED:
         other = parse_link(link)
@@ -87,44 +85,6 @@ def with_bytes_beside(profile: Profile, size_bytes: int) -> Profile:
         static_bytes=static,
         in_core_peak_bytes=profile.in_core_peak_bytes + taken_bytes,
     )
-
-
-def without_arena(profile: Profile) -> Profile:
-    """The same step without an arena. All ops take longer by the ratio measured for the whole step."""
-    unserved_s, step_s = profile.times.unserved_step_s, profile.times.step_s
-    if unserved_s is None or step_s <= 0:
-        return profile
-    slower = _at_speed(profile, unserved_s / step_s)
-    times = msgspec.structs.replace(
-        slower.times, plain_step_s=profile.times.plain_step_s, step_s=unserved_s, unserved_step_s=None
-    )
-    return msgspec.structs.replace(slower, times=times, runtime=profile.runtime)  # the machine is the same
-
-
-def shared(profile: Profile, ranks_per_host: int) -> Profile:
-    """The same step on each of this many ranks of one host, whose link they share evenly.
-
-    A link that was measured while as many ranks copied at once, or more, is not divided again. Latency, duplex and
-    interference stay as measured. Raises ``UsageError`` if the number is below 1.
-    """
-    if ranks_per_host < 1:
-        raise UsageError(f"ranks per host: expected a number of at least 1, found {ranks_per_host}")
-    link = profile.link
-    if ranks_per_host <= link.ranks:
-        return profile
-    share = link.ranks / ranks_per_host
-    out, back = (
-        LinkDirection(latency_s=way.latency_s, bandwidth_bytes_per_s=max(1.0, way.bandwidth_bytes_per_s * share))
-        for way in (link.outward, link.inward)
-    )
-    return msgspec.structs.replace(
-        profile, link=msgspec.structs.replace(link, outward=out, inward=back, ranks=ranks_per_host)
-    )
-
-
-def as_followed(profile: Profile, plan: Plan) -> Profile:
-    """The same step, with an arena if the plan has one, and with the plan's share of the link."""
-    return shared(profile if plan.holds_arena else without_arena(profile), plan.link.ranks)
 
 
 def parse_link(text: str | float) -> Link:
@@ -161,29 +121,11 @@ def _rates_text(outward: float, inward: float) -> str:
     return f"{format_rate(outward)} out, {format_rate(inward)} in"
 
 
-def _at_speed(profile: Profile, scale: float) -> Profile:
-    device = msgspec.structs.replace(profile.device, name=f"{profile.device.name} (x{scale:g})")
-    return msgspec.structs.replace(
-        profile,
-        ops=tuple(_scaled(op, scale) for op in profile.ops),
-        times=_scaled(profile.times, scale),
-        layer_times=tuple(_scaled(layer, scale) for layer in profile.layer_times),
-        device=device,
-        runtime=None,  # its costs there are not known
-    )
-
-
-def _scaled(record: Record, scale: float) -> Record:
-    """The same record with all seconds multiplied by ``scale``."""
-    fields = ((name, getattr(record, name)) for name in record.__struct_fields__ if name.endswith("_s"))
-    return msgspec.structs.replace(record, **{name: value * scale for name, value in fields if value is not None})
-
-
 def _check_memory(profile: Profile, memory_bytes: int) -> None:
     static = sum(static_bytes(profile).values())
     if memory_bytes > static:
         return
-    smallest = swap_all_on_demand(build_problem(profile)).peak_bytes
+    smallest = swap_all_on_demand(Problem.of(profile)).peak_bytes
     raise InfeasibleError(
         f"device memory: expected more than the {static} bytes ({format_bytes(static)}) of parameters, optimizer "
         f"state and inputs that stay in memory for the whole step, found {memory_bytes} bytes "

@@ -13,17 +13,14 @@ from poochplan.formats.files import package_version
 from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, SolveStatus
 from poochplan.formats.profile import Memory, PointKind, Profile
 from poochplan.formats.profile_parts import host_aligned
-from poochplan.formats.sources import as_planned
 from poochplan.planner.arena.caching_allocator import SMALL_BYTES
 from poochplan.planner.arena.reserved import On, is_reserved_known, reserved_peak
 from poochplan.planner.arena.step_layout import Laid, layout_of
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.search.optimise import Optimum
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import Candidate, simulate, try_decisions
-
-from .whatif import shared, without_arena
 
 KEEP_ALL = "keep-all"
 """The policy of a plan that keeps everything: no step is shorter."""
@@ -47,14 +44,14 @@ def write_plan(
     """The Plan for a search's result, found in ``wall_s`` seconds. With ``is_laid_out`` its arena may be used.
     ``workload`` replaces the profile's name.
     """
-    laid = found.laid
+    problem, laid = given.problem, found.laid
     if found.bound_s is None and found.policy == KEEP_ALL:
-        found = replace(found, bound_s=given.problem.keep_all_s)
+        found = replace(found, bound_s=problem.keep_all_s)
     if laid is None and is_laid_out and given.profile.device.kind == "cpu" and not given.profile.roofline:
-        laid = layout_of(given.profile, given.problem, found.best.schedule)
+        laid = layout_of(problem, found.best.schedule)
     if laid is None or laid.peak_bytes > given.budget_bytes:  # its steps cannot use an arena
-        given, found = _without_arena(given, found)
-    profile, problem, best = given.profile, given.problem, found.best
+        problem, found = problem.unserved, _without_arena(problem, found)
+    profile, best = problem.profile, found.best
     # The simulator adds in another order than the bound, so a step may be shorter than the bound by rounding alone.
     gap = max(0.0, best.simulation.step_s / found.bound_s - 1) if found.bound_s else None
     same = ("policy", "solver", "status", "objective_s", "bound_s", "rounds", "evaluations", "seed")
@@ -71,7 +68,7 @@ def write_plan(
             f"its step is bound by launching: in {waits:.0%} of it the device waits for the launching thread, which "
             "hooks, copies and replays hold up; fewer and larger ops, or a larger budget, make that less",
         )
-    values, host_bytes = _planned_values(profile, problem, best.schedule.decisions, found.tiny)
+    values, host_bytes = _planned_values(problem, best.schedule.decisions, found.tiny)
     return Plan(
         workload=workload or profile.workload,
         profile_fingerprint=profile.ops_fingerprint,
@@ -87,7 +84,7 @@ def write_plan(
         gradients_live_through_forward=profile.gradients_live_through_forward,
         static_bytes=dict(profile.static_bytes),
         solve=solve,
-        prediction=_prediction(profile, problem, best, host_bytes, laid),
+        prediction=_prediction(problem, best, host_bytes, laid),
         link=profile.link,
         notes=notes,
         record_from_start=best.schedule.record_from_start,
@@ -101,24 +98,23 @@ def write_plan(
     )
 
 
-def _without_arena(given: PolicyInput, found: Optimum) -> tuple[PolicyInput, Optimum]:
+def _without_arena(problem: Problem, found: Optimum) -> Optimum:
     """The same plan simulated with the seconds of steps without an arena. Its bound stays that of steps with an arena:
     there may be such a plan that was not found. If a disturbed profile has shorter steps without one, the bound is
     shorter by the same ratio: only ops change their speed, so no step shrinks by more than they do.
     """
-    profile, slower = given.profile, without_arena(given.profile)
-    if slower is profile:
-        return given, found
-    given = PolicyInput.of(slower, given.budget_bytes)
-    best = replace(found.best, simulation=simulate(given.problem, found.best.schedule))
+    slower = problem.unserved
+    if slower is problem:
+        return found
+    best = replace(found.best, simulation=simulate(slower, found.best.schedule))
     bound_s, status = found.bound_s, found.status
     if bound_s is not None:
-        shrinks = min(1.0, slower.times.step_s / profile.times.step_s)
+        shrinks = min(1.0, slower.profile.times.step_s / problem.profile.times.step_s)
         bound_s *= shrinks
         is_farther = best.simulation.step_s > found.best.simulation.step_s * shrinks
         if is_farther and status is SolveStatus.WITHIN_GAP:  # that was with an arena
             status = SolveStatus.SEARCHED
-    return given, replace(found, best=best, bound_s=bound_s, status=status)
+    return replace(found, best=best, bound_s=bound_s, status=status)
 
 
 def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision | str]) -> Plan:
@@ -129,15 +125,13 @@ def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision 
 
     Raises
     ------
+    ModelMismatchError
+        The plan was made from another profile.
     UsageError
-        The plan has no value of that name, or the profile has another step. Or the value can only be kept, or cannot be
-        recomputed; the message says why.
+        The plan has no value of that name, or the value cannot have that decision; the message says why.
     """
     started_s = time.perf_counter()
-    given = PolicyInput.of(shared(as_planned(profile, plan), plan.link.ranks), plan.budget_bytes)
-    problem = given.problem
-    if problem.names != tuple(value.name for value in plan.values):
-        raise UsageError("profile: expected the one that the plan was made from, found another; plan again")
+    problem = Problem.of(profile, plan, has_arena=True)
     place = {name: index for index, name in enumerate(problem.names)}
     wish = [value.decision for value in plan.values]
     for name, decision in changes.items():
@@ -145,10 +139,9 @@ def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision 
             raise UsageError(f"changes: expected names of the plan's values, found {name!r}; Plan.values has them")
         wish[place[name]] = _possible(problem, place[name], decision)
     best = try_decisions(problem, BY_HAND, wish, plan.budget_bytes)
-    wall_s = time.perf_counter() - started_s
-    found = Optimum(best, BY_HAND)
-    is_laid_out = plan.layout is not None
-    return write_plan(given, found, wall_s, is_laid_out=is_laid_out, workload=plan.workload, on=plan.on)
+    given, wall_s = PolicyInput(problem, plan.budget_bytes), time.perf_counter() - started_s
+    found, has_layout = Optimum(best, BY_HAND), plan.layout is not None
+    return write_plan(given, found, wall_s, is_laid_out=has_layout, workload=plan.workload, on=plan.on)
 
 
 def _possible(problem: Problem, value: int, decision: Decision | str) -> Decision:
@@ -164,13 +157,14 @@ def _possible(problem: Problem, value: int, decision: Decision | str) -> Decisio
     return Decision(decision)
 
 
-def _prediction(profile: Profile, problem: Problem, best: Candidate, host_bytes: int, laid: Laid | None) -> Prediction:
+def _prediction(problem: Problem, best: Candidate, host_bytes: int, laid: Laid | None) -> Prediction:
     peaks, moved = ("peak_bytes", "first_step_peak_bytes"), ("out_bytes", "in_bytes")
     same = (*peaks, *moved, "step_s", "stall_s", "replay_s", "interference_s", "runtime_s")
+    profile = problem.profile
     reserved: list[int | None] = [None, None, None]
     if is_reserved_known(profile):
-        reserved = [reserved_peak(profile, problem, best.schedule, is_expandable=one) for one in (True, False)]
-        reserved.append(reserved_peak(profile, problem, keep_all(problem)))
+        reserved = [reserved_peak(problem, best.schedule, is_expandable=one) for one in (True, False)]
+        reserved.append(reserved_peak(problem, keep_all(problem)))
     return Prediction(
         reserved_peak_bytes=reserved[0],
         unexpanded_peak_bytes=reserved[1],
@@ -200,7 +194,7 @@ def _handed_out(profile: Profile, best: Candidate) -> int:
 
     values = tuple(msgspec.structs.replace(one, size_bytes=block(one.size_bytes)) for one in profile.values)
     ops = tuple(msgspec.structs.replace(op, workspace_bytes=block(op.workspace_bytes)) for op in profile.ops)
-    found = simulate(build_problem(msgspec.structs.replace(profile, values=values, ops=ops)), best.schedule)
+    found = simulate(Problem.of(msgspec.structs.replace(profile, values=values, ops=ops)), best.schedule)
     return max(found.peak_bytes, found.first_step_peak_bytes)
 
 
@@ -210,14 +204,14 @@ def _live_peak(profile: Profile, best: Candidate) -> int:
         return best.simulation.peak_bytes
     ops = tuple(msgspec.structs.replace(op, workspace_bytes=0) for op in profile.ops)
     live = msgspec.structs.replace(profile, ops=ops, memory=Memory.LIVE)
-    return simulate(build_problem(live), best.schedule).peak_bytes
+    return simulate(Problem.of(live), best.schedule).peak_bytes
 
 
 def _planned_values(
-    profile: Profile, problem: Problem, decisions: tuple[Decision, ...], tiny: frozenset[int]
+    problem: Problem, decisions: tuple[Decision, ...], tiny: frozenset[int]
 ) -> tuple[tuple[PlannedValue, ...], int]:
     """The plan's values in save order, and the bytes of the host slab."""
-    offset, until = 0, last_recipes(problem, decisions)
+    profile, offset, until = problem.profile, 0, last_recipes(problem, decisions)
     planned = []
     for value, decision in enumerate(decisions):
         handle = profile.handles[profile.points[problem.save_points[value]].handle]

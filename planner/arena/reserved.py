@@ -8,7 +8,7 @@ from typing import Literal
 
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Kind, Memory, Profile
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule, keep_all
 from poochplan.planner.simulator.simulate import Candidate
 from poochplan.units import parse_budget
@@ -34,14 +34,13 @@ def is_reserved_known(profile: Profile) -> bool:
     return is_measured and profile.device.expands is not None
 
 
-def reserved_peak(
-    profile: Profile, problem: Problem, schedule: Schedule, *, is_expandable: bool | None = None
-) -> int | None:
+def reserved_peak(problem: Problem, schedule: Schedule, *, is_expandable: bool | None = None) -> int | None:
     """Most reserved bytes of steps under ``schedule`` that begin with an empty cache and without the optimizer's state.
     None if there are more than ``MOST_BLOCKS``. ``is_expandable``: by default as the profile's allocator is set.
     """
+    profile = problem.profile
     is_expandable = bool(profile.device.expands) if is_expandable is None else is_expandable
-    blocks = blocks_of(profile, problem, schedule)
+    blocks = blocks_of(problem, schedule)
     if len(blocks.of_step) > MOST_BLOCKS:
         return None
     sizes = [one.size_bytes for one in profile.values if one.kind is Kind.OPTIMIZER_STATE and one.born < 0]
@@ -57,9 +56,9 @@ def reserved_peak(
     return peak.reserved_bytes
 
 
-def covered_bytes(profile: Profile, problem: Problem, candidate: Candidate, on: On) -> int:
+def covered_bytes(problem: Problem, candidate: Candidate, on: On) -> int:
     """Most bytes of what a budget covers, in the first step or a later one."""
-    found = None if on == "allocated" else reserved_peak(profile, problem, candidate.schedule)
+    found = None if on == "allocated" else reserved_peak(problem, candidate.schedule)
     return candidate.peak_bytes if found is None else found
 
 
@@ -84,8 +83,8 @@ def in_core_bytes(profile: Profile, on: On | None = None) -> int:
     """The in-core peak of what a budget covers, of which shares are."""
     if budget_on(profile, on) == "allocated":
         return profile.in_core_peak_bytes
-    problem = build_problem(profile)
-    return reserved_peak(profile, problem, keep_all(problem)) or profile.in_core_peak_bytes
+    problem = Problem.of(profile)
+    return reserved_peak(problem, keep_all(problem)) or profile.in_core_peak_bytes
 
 
 def budget_bytes_of(profile: Profile, budget: str | int | float, on: On | None) -> int:
@@ -100,12 +99,12 @@ class FittingReserved(Fitting):
     dearest = math.inf
     climb = 0.5
 
-    def __init__(self, profile: Profile, problem: Problem, budget_bytes: int) -> None:
-        super().__init__(profile, problem, budget_bytes)
+    def __init__(self, problem: Problem, budget_bytes: int) -> None:
+        super().__init__(problem, budget_bytes)
         self._fewest: tuple[int, Candidate] | None = None
 
     def _taken(self, candidate: Candidate) -> tuple[int, int, Laid | None]:
-        taken_bytes = covered_bytes(self._profile, self._problem, candidate, "reserved")
+        taken_bytes = covered_bytes(self._problem, candidate, "reserved")
         with self._lock:
             best, step_s = self._fewest, candidate.simulation.step_s
             is_fewer = best is None or (taken_bytes, step_s) < (best[0], best[1].simulation.step_s)

@@ -20,7 +20,7 @@ from poochplan.formats.plan import OUTSIDE, Decision, Layout, Place
 from poochplan.formats.profile import Kind, Op, OpBlock, Profile
 from poochplan.formats.profile_parts import LEAST_PLACED_BYTES
 from poochplan.planner.arena.packing import LOOKS_PER_BLOCK, Block, live_peak, pack
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.replays import MergedReplay
 from poochplan.planner.simulator.schedule import Schedule, keep_all
 from poochplan.planner.simulator.simulate import Candidate, Walk, swap_all_on_demand
@@ -57,11 +57,11 @@ class StepBlocks:
         return bisect_right(self.point_times, block.start)
 
 
-def blocks_of(profile: Profile, problem: Problem, schedule: Schedule) -> StepBlocks:
+def blocks_of(problem: Problem, schedule: Schedule) -> StepBlocks:
     """The blocks of a step under ``schedule``; empty ones are left out."""
-    walk = Walk(problem, schedule)
+    profile, walk = problem.profile, Walk(problem, schedule)
     taken = [taken_by(profile, op) for op in profile.ops]
-    clock = _clock(profile, problem, walk, taken)
+    clock = _clock(problem, walk, taken)
     first_end, back, end = (ticks.tolist() for ticks in walk.lives)
     value_of = problem.replay.value_of
     last_tick = [min(value.freed, problem.tick_count - 1) for value in profile.values]
@@ -88,7 +88,7 @@ def blocks_of(profile: Profile, problem: Problem, schedule: Schedule) -> StepBlo
     now = {tick: clock[tick] for tick, _ in walk.replays}
     for tick, replay in walk.replays:
         targets = {value_of[target] for target in replay.targets}
-        for value, block in _blocks_of_replay(profile, problem, replay, taken, now[tick], again):
+        for value, block in _blocks_of_replay(problem, replay, taken, now[tick], again):
             (replayed if value in targets else by_ops).append(block)
         now[tick] += _replay_times(replay, taken)[-1]
     size_bytes = problem.size_bytes.tolist()
@@ -132,10 +132,10 @@ def _taken(blocks: list[Block]) -> tuple[Block, ...]:
     return tuple(sorted((block for block in blocks if block.size_bytes), key=lambda block: block.start))
 
 
-def _clock(profile: Profile, problem: Problem, walk: Walk, taken: Sequence[Sequence[OpBlock]]) -> list[int]:
+def _clock(problem: Problem, walk: Walk, taken: Sequence[Sequence[OpBlock]]) -> list[int]:
     """The first time of each tick, and the time after the last."""
     times = [1] * problem.tick_count
-    for tick, own in zip(profile.op_ticks, taken, strict=True):
+    for tick, own in zip(problem.profile.op_ticks, taken, strict=True):
         times[tick] = max(1, len(own))
     for tick, replay in walk.replays:
         times[tick] += _replay_times(replay, taken)[-1]
@@ -148,7 +148,6 @@ def _replay_times(replay: MergedReplay, taken: Sequence[Sequence[OpBlock]]) -> l
 
 
 def _blocks_of_replay(
-    profile: Profile,
     problem: Problem,
     replay: MergedReplay,
     taken: Sequence[Sequence[OpBlock]],
@@ -156,7 +155,7 @@ def _blocks_of_replay(
     again: Mapping[int, int],
 ) -> Iterator[tuple[int, Block]]:
     """Blocks of a replay that begins at ``start``, with the value in each, or -1; ``again`` are the targets' ends."""
-    graph, times = problem.replay, [start + time for time in _replay_times(replay, taken)]
+    profile, graph, times = problem.profile, problem.replay, [start + time for time in _replay_times(replay, taken)]
     targets = {graph.value_of[target] for target in replay.targets}
     ends = {value: times[last + 1] for value, _, last in graph.lives(replay.ops, targets)}
     ends |= {target: again[target] for target in targets}
@@ -183,9 +182,7 @@ class Laid:
     """The arena, and the most bytes that lie outside it at any moment, including memory from before the step."""
 
 
-def layout_of(
-    profile: Profile, problem: Problem, schedule: Schedule, *, enough_bytes: int = 0, room: float = 0.0
-) -> Laid | None:
+def layout_of(problem: Problem, schedule: Schedule, *, enough_bytes: int = 0, room: float = 0.0) -> Laid | None:
     """The layout of the blocks of a step under ``schedule``; None if there are more than ``MOST_BLOCKS``.
 
     Packing ends early once the arena, with ``room`` as a share of it and the memory outside it, is at most
@@ -194,7 +191,7 @@ def layout_of(
     Outside lie blocks of less than ``LEAST_PLACED_BYTES``, blocks from before the first point of the clock, where a
     step cannot be recognised yet, and blocks that are still there when the next step begins.
     """
-    blocks = blocks_of(profile, problem, schedule)
+    blocks = blocks_of(problem, schedule)
     if len(blocks.of_step) > MOST_BLOCKS:
         return None
     large = [
@@ -203,7 +200,9 @@ def layout_of(
     inside = [block for block in large if block.end < blocks.end or block in blocks.gone_by_next]
     is_inside = set(inside)
     outside = [block for block in blocks.of_step if block not in is_inside]
-    outside_bytes = live_peak([one for one in (*blocks.before, *outside) if profile.rounded_bytes(one.size_bytes)])
+    outside_bytes = live_peak(
+        [one for one in (*blocks.before, *outside) if problem.profile.rounded_bytes(one.size_bytes)]
+    )
     if Decision.RECOMPUTE in schedule.decisions:
         outside_bytes += GENERATOR_STATE_BYTES
     enough = max(0, int((enough_bytes - outside_bytes) / (1 + room)))
@@ -260,8 +259,8 @@ class Fitting:
     climb = 0.0
     """Share of the budget's rest by which the next plans may have more live bytes once one fits."""
 
-    def __init__(self, profile: Profile, problem: Problem, budget_bytes: int) -> None:
-        self._profile, self._problem, self._budget_bytes = profile, problem, budget_bytes
+    def __init__(self, problem: Problem, budget_bytes: int) -> None:
+        self._problem, self._budget_bytes = problem, budget_bytes
         self._least_bytes = swap_all_on_demand(problem).peak_bytes
         self.within_bytes = max(self._least_bytes, int(budget_bytes / (1 + ROOM)))
         """Live bytes with which an arena is expected to fit."""
@@ -297,7 +296,7 @@ class Fitting:
 
     def _taken(self, candidate: Candidate) -> tuple[int, int, Laid | None]:
         """Bytes that the plan takes, and those that should remain free."""
-        laid = layout_of(self._profile, self._problem, candidate.schedule, enough_bytes=self._budget_bytes, room=ROOM)
+        laid = layout_of(self._problem, candidate.schedule, enough_bytes=self._budget_bytes, room=ROOM)
         if laid is None:
             return candidate.peak_bytes, 0, None
         return laid.peak_bytes, int(ROOM * laid.layout.arena_bytes), laid
@@ -310,14 +309,14 @@ class Fitting:
         return tight if best.step_s > (1 + self.dearest) * tight.step_s else best
 
 
-def smallest_arena(profile: Profile, problem: Problem) -> int:
+def smallest_arena(problem: Problem) -> int:
     """Bytes of a budget that certainly has a plan whose arena fits, or a plan with too many blocks for an arena."""
     smallest = swap_all_on_demand(problem)
-    laid = layout_of(profile, problem, smallest.schedule)
+    laid = layout_of(problem, smallest.schedule)
     return max(smallest.peak_bytes, laid.peak_bytes if laid is not None else 0)
 
 
 def kept_in_arena(profile: Profile) -> Laid | None:
     """The layout of the step that keeps everything; None if it has too many blocks for an arena."""
-    problem = build_problem(profile)
-    return layout_of(profile, problem, keep_all(problem))
+    problem = Problem.of(profile)
+    return layout_of(problem, keep_all(problem))

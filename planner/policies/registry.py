@@ -11,7 +11,7 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Kind, Phase, Profile
 from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate, movable, try_decisions, try_style
 
 
@@ -19,16 +19,14 @@ from poochplan.planner.simulator.simulate import ON_DEMAND, Candidate, movable, 
 class PolicyInput:
     """One step and a budget, and facts about the step that several policies need."""
 
-    profile: Profile
     problem: Problem
     budget_bytes: int
     allowance: Allowance | None = None
     """The time that a simulating policy may take; without one, its own counts end it."""
 
-    @classmethod
-    def of(cls, profile: Profile, budget_bytes: int) -> PolicyInput:
-        """The input for a profile; raises the errors of :func:`build_problem`."""
-        return cls(profile, build_problem(profile), budget_bytes)
+    @property
+    def profile(self) -> Profile:
+        return self.problem.profile
 
     @property
     def is_over(self) -> bool:

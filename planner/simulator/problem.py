@@ -9,16 +9,19 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 import numpy as np
 
-from poochplan.errors import PoochError
+from poochplan.errors import ModelMismatchError, PoochError
 from poochplan.formats.occupancy import Floats, Ints, born_ticks, live_bytes
+from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Kind, Link, Phase, PointKind, Profile, RuntimeCost
-from poochplan.formats.sources import is_source
+from poochplan.formats.queries import saved_values
 
 from .replays import MergedReplay, ReplayGraph, build_replay_graph
+from .sources import is_source, with_sources
+from .views import on_ranks, without_arena
 
 HELD = "held by something other than autograd until it is used"
 """Why a value can only be kept whose forward death is no earlier than its first use."""
@@ -110,9 +113,10 @@ def _launches(profile: Profile, measured: RuntimeCost, durations: Floats) -> Flo
 class Problem:
     """One training step to be planned. Saved values are numbered in the order of their first packs."""
 
+    profile: Profile
+    """The step with all that was asked for in :meth:`of`."""
     tick_count: int
     op_ticks: Ints
-    op_layers: tuple[str, ...]
     work_before_op_s: Floats
     """Seconds of the compute stream before each op when everything is kept. It has one entry more than ops; the last is
     the whole step. On the CPU they include the handles' seconds (``launch_cost``)."""
@@ -145,20 +149,42 @@ class Problem:
     first_use_point: tuple[int, ...]
     """-1 if backward never uses it."""
     copies: dict[int, int]
-    """By source (``formats/sources.py``): the larger copy of it that is saved, which is the next value."""
+    """By source (``sources.py``): the larger copy of it that is saved, which is the next value."""
     must_keep: tuple[str, ...]
     """Why a value can only be kept; empty if it may be swapped."""
     replay: ReplayGraph
     base_bytes: Ints
     """Bytes at each tick that no decision changes, including workspace and without saved values."""
-    first_step_less_bytes: Ints
-    """How many bytes less are live at each tick of the first step, before the optimizer has state."""
     link: Link
     in_core_s: float
     """Seconds of the in-core step: without a session, and so without handles."""
     plain_s: float
     """Seconds of the step by PyTorch alone if that was timed, else ``in_core_s``: the reference of overheads."""
     launch_cost: LaunchCost
+
+    @staticmethod
+    def of(
+        profile: Profile,
+        plan: Plan | None = None,
+        *,
+        ranks: int = 1,
+        has_arena: bool | None = None,
+        has_sources: bool = False,
+    ) -> Problem:
+        """The planning problem of a profile's step, or of the step of a plan that was made from it: with the plan's
+        sources, its share of the link, and an arena if it has one.
+
+        ``ranks`` of one host share its link evenly. ``has_sources``: sources may be held. Raises ``ModelMismatchError``
+        if the plan was made from another profile, ``UsageError`` if ``ranks`` is below 1, and as :func:`check_profile`.
+        """
+        if plan is not None:
+            ranks, has_sources = max(ranks, plan.link.ranks), any(value.source for value in plan.values)
+            has_arena = plan.holds_arena if has_arena is None else has_arena
+        profile = on_ranks(without_arena(profile) if has_arena is False else profile, ranks)
+        profile = with_sources(profile) if has_sources else profile
+        if plan is not None:
+            _check_names(profile, plan)
+        return _problem_of(profile)
 
     @cached_property
     def point_tick_list(self) -> list[int]:
@@ -206,6 +232,25 @@ class Problem:
         lead_s = float((before_op_s[:-1] - self.work_before_op_s[:-1]).max())
         return max(self.step_s + max(0.0, lead_s), float(before_op_s[-1]))
 
+    @cached_property
+    def first_step_less_bytes(self) -> Ints:
+        """How many bytes less are live at each tick of the first step, before the optimizer has state."""
+        less = np.zeros(self.tick_count, dtype=np.int64)
+        ops = zip(self.profile.ops, self.profile.op_ticks, strict=True)
+        first_tick = next((tick for op, tick in ops if op.phase is Phase.OPTIMIZER), 0)
+        less[:first_tick] = sum(
+            self.profile.rounded_bytes(value.size_bytes)
+            for value in self.profile.values
+            if value.kind is Kind.OPTIMIZER_STATE and value.born < 0
+        )
+        return less
+
+    @cached_property
+    def unserved(self) -> Problem:
+        """The same without an arena; itself if ops take no other time then."""
+        slower = without_arena(self.profile)
+        return self if slower is self.profile else Problem.of(slower)
+
     def out_seconds(self, value: int) -> float:
         """Seconds of a value's copy to the host, alone on the link."""
         return self.link.out_seconds(int(self.size_bytes[value]))
@@ -227,21 +272,25 @@ class Problem:
         """Layer of the op at a tick, or of the value packed or unpacked there."""
         index = int(np.searchsorted(self.op_ticks, tick))
         if index < len(self.op_ticks) and self.op_ticks[index] == tick:
-            return self.op_layers[index]
+            op = self.profile.ops[index]
+            return op.layer or ("optimizer" if op.phase is Phase.OPTIMIZER else "")
         point = int(np.searchsorted(self.point_ticks, tick))
         if point < len(self.point_ticks) and self.point_value[point] >= 0:
             return self.layers[self.point_value[point]]
         return ""
 
 
-def build_problem(profile: Profile) -> Problem:
-    """The planning problem of a profile.
+def _check_names(profile: Profile, plan: Plan) -> None:
+    names = [profile.values[index].name for index in saved_values(profile)]
+    for wanted, found in zip_longest((value.name for value in plan.values), names):
+        if wanted != found:
+            raise ModelMismatchError(
+                f"the plan was made from another profile: expected the saved value {wanted or 'nothing further'}, "
+                f"found {found or 'nothing further'}; name the profile that the plan was made from, or plan again"
+            )
 
-    Raises
-    ------
-    PoochError
-        The profile cannot be planned from; see :func:`check_profile`.
-    """
+
+def _problem_of(profile: Profile) -> Problem:
     check_profile(profile)
     is_save = tuple(point.kind is PointKind.SAVE for point in profile.points)
     save_points = tuple(index for index, save in enumerate(is_save) if save)
@@ -266,9 +315,9 @@ def build_problem(profile: Profile) -> Problem:
     save_tick = point_ticks[list(save_points)]
     copies = {saved: saved + 1 for saved, value in enumerate(values) if is_source(value)}
     return Problem(
+        profile=profile,
         tick_count=profile.tick_count,
         op_ticks=np.array(profile.op_ticks, dtype=np.int64),
-        op_layers=tuple(op.layer or ("optimizer" if op.phase is Phase.OPTIMIZER else "") for op in profile.ops),
         work_before_op_s=work,
         point_ticks=point_ticks,
         point_work_s=work[list(point_ops)],
@@ -303,24 +352,11 @@ def build_problem(profile: Profile) -> Problem:
             copies,
         ),
         base_bytes=live_bytes(profile, [value for value, saved in enumerate(saved_of) if saved < 0]),
-        first_step_less_bytes=_first_step_less_bytes(profile),
         link=profile.link,
         in_core_s=in_core_s,
         plain_s=in_core_s if profile.times.plain_step_s is None else profile.times.plain_step_s,
         launch_cost=cost,
     )
-
-
-def _first_step_less_bytes(profile: Profile) -> Ints:
-    less = np.zeros(profile.tick_count, dtype=np.int64)
-    ops = zip(profile.ops, profile.op_ticks, strict=True)
-    first_tick = next((tick for op, tick in ops if op.phase is Phase.OPTIMIZER), 0)
-    less[:first_tick] = sum(
-        profile.rounded_bytes(value.size_bytes)
-        for value in profile.values
-        if value.kind is Kind.OPTIMIZER_STATE and value.born < 0
-    )
-    return less
 
 
 def check_profile(profile: Profile) -> None:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from poochplan.formats.occupancy import born_ticks, ints, occupancy
 from poochplan.formats.profile import Kind, Op, Phase, Profile
 from poochplan.formats.queries import writers_by_value
-from poochplan.formats.sources import is_source
+
+from .sources import is_source
 
 
 def in_order(seconds: Iterable[float]) -> float:

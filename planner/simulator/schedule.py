@@ -111,9 +111,8 @@ class Schedule:
     record_from_start: bool = False
 
 
-def schedule_of(plan: Plan, problem: Problem) -> Schedule:
-    """The schedule of a plan; ``problem`` comes from the plan's profile."""
-    assert len(plan.values) == problem.value_count, "the plan was made from another profile"
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule of a plan."""
     return Schedule(tuple(value.decision for value in plan.values), plan.schedule, plan.record_from_start)
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Phase, Profile
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.trials.compare import instructions_for
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
@@ -49,7 +49,7 @@ def launch_costs(context: StudyContext, profile: Profile) -> Generator[NewObserv
     """Asks for the steps; returns the costs that they tell: none if ops are long, or a step diverged."""
     if not has_short_ops(profile):
         return {}
-    problem, plain = build_problem(profile), TimedSteps(context, lambda: None)
+    problem, plain = Problem.of(profile), TimedSteps(context, lambda: None)
     kept = [Decision.KEEP] * problem.value_count
     recompute = every_other(Decision.RECOMPUTE, problem)
     tried = [(kept, False), (kept, True), (recompute, True)]
@@ -66,7 +66,7 @@ def launch_costs(context: StudyContext, profile: Profile) -> Generator[NewObserv
     launches = phase_launches(profile, plain.launching_s[1:])
     own, keep, record, replay = map(_quickest, (plain, *planned))
     handles = max(1, len(profile.handles))
-    replayed, recorded = max(1, replayed_ops(problem, recompute)[0]), max(1, recorded_ops(profile, problem))
+    replayed, recorded = max(1, replayed_ops(problem, recompute)[0]), max(1, recorded_ops(problem))
     pack_s = max(0.0, keep.forward_s - own.forward_s) / handles
     unpack_s = max(0.0, keep.backward_s - own.backward_s) / handles
     return {

@@ -16,7 +16,7 @@ import msgspec
 from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.profile import Phase, Profile, RuntimeCost
 from poochplan.planner.arena.packing import packed
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule
 from poochplan.planner.simulator.simulate import Walk
 from poochplan.profiler.trials.compare import instructions_for
@@ -54,7 +54,7 @@ def own_costs(context: StudyContext, profile: Profile, *, has_arena: bool) -> Ge
     """Asks for the steps, from an arena if there may be one. A cost that is not above 0 there is left out."""
     if len(profile.ops) < LEAST_OPS or not has_short_ops(profile):
         return {}
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     kept = [Decision.KEEP] * problem.value_count
     wishes = {
         "keep": kept,
@@ -71,7 +71,7 @@ def own_costs(context: StudyContext, profile: Profile, *, has_arena: bool) -> Ge
         if not steps:
             return {}
         shortest[name] = _Seconds(*map(min, zip(*steps, strict=True)))
-    return _costs(profile, problem, wishes, shortest)
+    return _costs(problem, wishes, shortest)
 
 
 def with_own_costs(profile: Profile, own: Own) -> Profile:
@@ -109,11 +109,9 @@ def every_other(decision: Decision, problem: Problem) -> list[Decision]:
     return decisions
 
 
-def _costs(
-    profile: Profile, problem: Problem, wishes: Mapping[str, Sequence[Decision]], seconds: Mapping[str, _Seconds]
-) -> Own:
+def _costs(problem: Problem, wishes: Mapping[str, Sequence[Decision]], seconds: Mapping[str, _Seconds]) -> Own:
     keep, record, recompute, swap = seconds.values()
-    recorded, (replayed, replayed_s) = recorded_ops(profile, problem), replayed_ops(problem, wishes["recompute"])
+    recorded, (replayed, replayed_s) = recorded_ops(problem), replayed_ops(problem, wishes["recompute"])
     swapped = wishes["swap"].count(Decision.SWAP)
     found = {
         "record_s": (record.whole_s - keep.whole_s) / max(1, recorded),
@@ -124,9 +122,9 @@ def _costs(
     return {name: cost_s for name, cost_s in found.items() if cost_s > 0}
 
 
-def recorded_ops(profile: Profile, problem: Problem) -> int:
+def recorded_ops(problem: Problem) -> int:
     """How many ops a step records that records all it can."""
-    return sum(op.phase is Phase.FORWARD for op in profile.ops[: problem.launch_cost.last_save_op])
+    return sum(op.phase is Phase.FORWARD for op in problem.profile.ops[: problem.launch_cost.last_save_op])
 
 
 def replayed_ops(problem: Problem, wish: Sequence[Decision]) -> tuple[int, float]:

@@ -18,8 +18,8 @@ from poochplan.formats.plan import Decision, Instructions, PlannedValue, PointAc
 from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import PointKind
 from poochplan.formats.queries import saved_values
-from poochplan.formats.sources import is_source, sources_of
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
+from poochplan.planner.simulator.sources import is_source, sources_of
 from poochplan.runtime.compiled.deferred_unpack import deferring
 from poochplan.runtime.engine.engine import AroundCall, Engine
 from poochplan.tensors.modes import around_compiled, hooked
@@ -134,7 +134,7 @@ def _trials(profile: Profile, parts: int) -> list[Instructions]:
     A single trial keeps all others. If there are several, each swaps the values of the other parts, so that memory
     stays about that of swapping everything. A replay that would read a gathered weight without memory is not tried.
     """
-    saves, graph = saved_values(profile), build_problem(profile).replay
+    saves, graph = saved_values(profile), Problem.of(profile).replay
     is_away = [bool(graph.earliest_tick) and replay is None for replay in graph.replays]
     part_of = parts_of(profile, parts) if parts > 1 else [0] * len(saves)
     rest = Decision.SWAP if parts > 1 else Decision.KEEP
@@ -158,7 +158,7 @@ def parts_of(profile: Profile, parts: int) -> list[int]:
     goes to the part in which its replay holds the fewest bytes. With two parts that is at most 9% over the largest
     replay alone on the workloads of ``configs/``; taking every other value makes it up to seven times as much.
     """
-    replays = build_problem(profile).replay
+    replays = Problem.of(profile).replay
     sizes = [replays.value_bytes[value] for value in replays.value_of]
     part_of: list[int] = []
     held: list[set[int]] = []

@@ -8,20 +8,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
-from itertools import zip_longest
 
 import numpy as np
 
-from poochplan.errors import ModelMismatchError
 from poochplan.formats.occupancy import born_ticks, ints, live_bytes
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Phase, PointKind, Profile
-from poochplan.formats.queries import OUTSIDE, saved_values
-from poochplan.formats.sources import as_planned
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.formats.queries import OUTSIDE
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import Simulation, held_at, simulate
-from poochplan.planner.whatif import as_followed
 from poochplan.units import format_bytes
 
 WORKSPACE, REPLAY = "workspace", "replay"
@@ -161,10 +157,10 @@ def explain_peak(
         size_bytes = int(live[tick])
         holders = list(_values(profile, range(len(profile.values)), tick))
     else:
-        profile = as_planned(profile, plan)
-        simulation = simulate_plan(profile, plan)
+        problem = Problem.of(profile, plan)
+        profile, simulation = problem.profile, simulate_plan(problem, plan)
         tick, size_bytes = simulation.peak_tick, simulation.peak_bytes
-        holders = list(_planned(profile, plan, tick))
+        holders = list(_planned(problem, plan, tick))
     phase, layer, op = _moment_of(profile, tick)
     return PeakExplanation(
         workload=profile.workload,
@@ -181,28 +177,14 @@ def explain_peak(
     )
 
 
-def simulate_plan(profile: Profile, plan: Plan) -> Simulation:
-    """The simulated step of the plan, with its trace.
-
-    Raises ``ModelMismatchError`` if the plan was made from another profile; it names the first value that differs.
-    """
-    profile = as_planned(profile, plan)
-    names = [profile.values[index].name for index in saved_values(profile)]
-    for wanted, found in zip_longest((value.name for value in plan.values), names):
-        if wanted != found:
-            raise ModelMismatchError(
-                f"the plan was made from another profile: expected the saved value {wanted or 'nothing further'}, "
-                f"found {found or 'nothing further'}; name the profile that the plan was made from, or plan again"
-            )
-    problem = build_problem(as_followed(profile, plan))
-    return simulate(problem, schedule_of(plan, problem), trace=True)
+def simulate_plan(problem: Problem, plan: Plan) -> Simulation:
+    """The simulated step of the plan, with its trace; ``problem`` is :meth:`Problem.of` its profile and itself."""
+    return simulate(problem, schedule_of(plan), trace=True)
 
 
-def _planned(profile: Profile, plan: Plan, tick: int) -> Iterator[Holder]:
-    """``profile`` has the points of the plan."""
-    problem = build_problem(profile)
-    on_device, replay = held_at(problem, schedule_of(plan, problem), tick)
-    saved = saved_values(profile)
+def _planned(problem: Problem, plan: Plan, tick: int) -> Iterator[Holder]:
+    profile, saved = problem.profile, problem.replay.value_of
+    on_device, replay = held_at(problem, schedule_of(plan), tick)
     others = sorted(set(range(len(profile.values))) - set(saved))
     yield from _values(profile, others, tick)
     for place in on_device:

@@ -120,10 +120,9 @@ def replanned(profile: Profile, plan: Plan, beside_bytes: int) -> Plan:
     from poochplan.planner.planning import plan as make_plan  # here, because training does not need the planner
     from poochplan.planner.whatif import with_bytes_beside
 
-    changed = with_bytes_beside(profile, beside_bytes)
-    seconds = min(REPLAN_S, max(1.0, plan.solve.wall_s))
     options: dict[str, Any] = {"workload": plan.workload, "seed": plan.solve.seed, "on": plan.on}
-    return make_plan(changed, plan.budget_bytes, time_limit_s=seconds, **options)
+    options["time_limit_s"] = min(REPLAN_S, max(1.0, plan.solve.wall_s))
+    return make_plan(with_bytes_beside(profile, beside_bytes), plan.budget_bytes, **options)
 
 
 def explained(profile: Profile, plan: Plan | None, measured_peak_bytes: int | None) -> str:

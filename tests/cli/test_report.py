@@ -19,8 +19,7 @@ from poochplan.formats.run_record import fragmentation_text
 from poochplan.peak import REPLAY, WORKSPACE, explain_peak
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.construct import fit
-from poochplan.planner.simulator.problem import build_problem
-from poochplan.planner.whatif import as_followed
+from poochplan.planner.simulator.problem import Problem
 from poochplan.report.tables import decision_data, decisions_by_layer, overhead_by_layer, simulate_plan
 from poochplan.report.timeline import in_core_curve, predicted_trace, timeline_of
 from tests.planner.plans import plan_with, random_decisions
@@ -78,7 +77,7 @@ def test_the_timeline_covers_the_simulated_step(profile: Profile, plan: poochpla
 
 def test_a_plan_of_another_profile_names_the_first_value_that_differs(profile: Profile, plan: poochplan.Plan) -> None:
     values = (msgspec.structs.replace(plan.values[0], name="stem/out"), *plan.values[1:])
-    for shown in (simulate_plan, explain_peak):
+    for shown in (Problem.of, explain_peak):
         with pytest.raises(ModelMismatchError, match="another profile: expected the saved value stem/out, found"):
             shown(profile, msgspec.structs.replace(plan, values=values))
 
@@ -95,7 +94,7 @@ def test_decisions_add_up_to_the_saved_bytes(plan: poochplan.Plan) -> None:
 def test_the_overhead_by_layer_adds_up_to_the_predicted_overhead(profile: Profile, plan: poochplan.Plan) -> None:
     frame = overhead_by_layer(profile, plan)
     prediction = plan.prediction
-    kept_s = sum(op.duration_s for op in as_followed(profile, plan).ops)
+    kept_s = Problem.of(profile, plan).in_core_s
     assert frame["overhead_s"].sum() == pytest.approx(prediction.step_s - kept_s, rel=1e-6)
     assert frame["overhead_s"].is_monotonic_decreasing
 
@@ -106,11 +105,11 @@ def test_what_is_shown_of_plans_that_hold_sources_is_what_the_simulator_says(dec
     profile = case.profile()
     plan, _ = planned(case, held(problem_of(case), decision))
     assert any(value.source and value.until >= 0 for value in plan.values)
-    simulation, explained = simulate_plan(profile, plan), explain_peak(profile, plan)
+    simulation, explained = simulate_plan(Problem.of(profile, plan), plan), explain_peak(profile, plan)
     assert sum(holder.size_bytes for holder in explained.holders) == simulation.peak_bytes
     assert explained.layer == simulation.peak_layer
     assert explained.tick < explained.tick_count == len(simulation.memory_bytes)
-    ops = as_followed(profile, plan).ops
+    ops = Problem.of(profile, plan).profile.ops
     last = [bar for bar in timeline_of(profile, plan).bars if bar.row == "compute" and bar.what == "optimizer"]
     assert seconds(last) == pytest.approx(sum(op.duration_s for op in ops if op.phase == "optimizer"))
     trace = predicted_trace(profile, plan)
@@ -141,7 +140,7 @@ def test_much_fragmentation_names_the_setting_that_helps_unless_it_is_set(
 
 def random_plan(profile: Profile, seed: int) -> poochplan.Plan:
     """Whatever its peak is."""
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     return plan_with(profile, fit(problem, random_decisions(problem, seed), profile.in_core_peak_bytes // 2))
 
 
@@ -150,7 +149,11 @@ def test_the_holders_hold_the_peak_of_any_plan_to_the_byte() -> None:
     for seed in range(40):
         profile = random_profile(seed)
         plan = random_plan(profile, seed)
-        found, simulation, in_core = explain_peak(profile, plan), simulate_plan(profile, plan), explain_peak(profile)
+        found, simulation, in_core = (
+            explain_peak(profile, plan),
+            simulate_plan(Problem.of(profile, plan), plan),
+            explain_peak(profile),
+        )
         assert (found.size_bytes, found.tick) == (simulation.peak_bytes, simulation.peak_tick)
         assert in_core.size_bytes == profile.in_core_peak_bytes
         for one in (found, in_core):
@@ -177,7 +180,7 @@ def test_the_text_begins_with_the_moment_and_names_budget_measured_peak_and_the_
     assert first.startswith("predicted peak ")
     assert f"of a budget of {poochplan.units.format_bytes(plan.budget_bytes)}, measured 123 KiB: in " in first
     assert f"in {found.phase}, at {found.op}" in first
-    assert found.layer == simulate_plan(profile, plan).peak_layer
+    assert found.layer == simulate_plan(Problem.of(profile, plan), plan).peak_layer
     assert any(found.holders[0].name in line for line in others)
     sizes = [holder.size_bytes for holder in found.holders]
     assert sizes == sorted(sizes, reverse=True)

@@ -13,6 +13,7 @@ from poochplan.errors import OutputExistsError
 from poochplan.formats.occupancy import TRACKS
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Memory
+from poochplan.planner.simulator.problem import Problem
 from poochplan.report.tables import simulate_plan
 from poochplan.report.timeline import predicted_trace, write_trace
 from tests.cli.conftest import Pooch
@@ -39,13 +40,13 @@ def live(profile: poochplan.Profile) -> poochplan.Profile:
 def mixed_plan(tmp_path_factory: pytest.TempPathFactory, profile: poochplan.Profile) -> Path:
     """A plan that swaps and recomputes."""
     drawn = random_plan(profile, 1, (1, 1, 1))
-    found = simulate_plan(profile, drawn)
+    found = simulate_plan(Problem.of(profile, drawn), drawn)
     prediction = msgspec.structs.replace(
         drawn.prediction,
         in_core_step_s=profile.times.step_s,
         step_s=found.step_s,
         peak_bytes=found.peak_bytes,
-        live_peak_bytes=simulate_plan(live(profile), drawn).peak_bytes,
+        live_peak_bytes=simulate_plan(Problem.of(live(profile), drawn), drawn).peak_bytes,
         first_step_peak_bytes=found.first_step_peak_bytes,
     )
     plan = msgspec.structs.replace(drawn, prediction=prediction, budget_bytes=found.peak_bytes)

@@ -21,6 +21,7 @@ import poochplan
 from benchmarks.against.compare_table import short_table, table
 from poochplan.cli import build_parser
 from poochplan.planner.policies import PolicyInput, policy_names, registry, run_policy
+from poochplan.planner.simulator.problem import Problem
 from poochplan.workload import shipped_configs
 from tests.processes import ROOT
 
@@ -154,7 +155,7 @@ def test_the_loop_of_the_readme_trains_and_the_pages_read_the_files_it_leaves(
 
 def test_the_policy_of_contributing_is_one() -> None:
     profile = poochplan.Profile.load(ROOT / "benchmarks" / "instances" / "unet3d-192-v100.json.gz")
-    given = PolicyInput.of(profile, int(0.8 * profile.in_core_peak_bytes))
+    given = PolicyInput(Problem.of(profile), int(0.8 * profile.in_core_peak_bytes))
     try:
         exec(blocks(ROOT / "CONTRIBUTING.md", "python")[0], {"__name__": "contributing"})
         assert "biggest-first" in policy_names()

@@ -11,8 +11,8 @@ import torch
 import poochplan
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Profile
-from poochplan.formats.sources import sources_of
 from poochplan.planner.planning import smallest_budget
+from poochplan.planner.simulator.sources import sources_of
 from tests.depth import seeds, tries
 from tests.gpu.cases import BY_DAY, CASES, WHERE, case_of, each, reference
 from tests.runtime.nets import Use, either_way, equal, followed, metered_peaks, train

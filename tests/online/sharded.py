@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import poochplan
 from poochplan.formats.plan import Plan
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.writing import with_decisions
 from tests.allocated_bytes import AllocatedBytes, allocated_bytes
 from tests.runtime.nets import LINK
@@ -209,7 +209,7 @@ def with_plan(plan: Plan) -> Callable[..., Any]:
 
 def all_that_may_be(session: Any, decision: str) -> Plan:
     """A plan of the session's profile that swaps or recomputes them."""
-    problem = build_problem(session.profile)
+    problem = Problem.of(session.profile)
     values = zip(problem.names, problem.must_keep, problem.replay.replays, strict=True)
     names = [name for name, kept, replay in values if not kept and (decision == "swap" or replay is not None)]
     return with_decisions(session.profile, session.plan, dict.fromkeys(names, decision))

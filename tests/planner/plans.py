@@ -13,12 +13,12 @@ import msgspec
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import PointKind, Profile
 from poochplan.formats.profile_parts import host_aligned
-from poochplan.formats.sources import with_sources
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule, Tuning
 from poochplan.planner.simulator.simulate import Simulation, swap_all
+from poochplan.planner.simulator.sources import with_sources
 from poochplan.planner.writing import last_recipes, with_decisions
 from tests.planner.checker import Verdict
 from tests.planner.random_profiles import link, random_profile, with_random_thread
@@ -34,13 +34,13 @@ def budget_at(profile: Profile, share: float) -> int:
 
 def input_at(profile: Profile, share: float) -> PolicyInput:
     """The same as the input of a policy."""
-    return PolicyInput.of(profile, budget_at(profile, share))
+    return PolicyInput(Problem.of(profile), budget_at(profile, share))
 
 
 def plan_with(profile: Profile, schedule: Schedule) -> Plan:
     """A plan that carries out ``schedule``, whatever its peak is."""
     kept = plan(profile, profile.in_core_peak_bytes, arena="off")  # nothing is searched for
-    values, offset, until_of = [], 0, last_recipes(build_problem(profile), schedule.decisions)
+    values, offset, until_of = [], 0, last_recipes(Problem.of(profile), schedule.decisions)
     for value, decision in zip(kept.values, schedule.decisions, strict=True):
         swapped = decision is Decision.SWAP
         until = until_of.get(len(values), -1)
@@ -75,7 +75,7 @@ def problems_of(make: Callable[[int], Profile], count: int) -> Iterator[tuple[in
     while found < count:
         profile = make(seed)
         if any(point.kind is PointKind.USE for point in profile.points):
-            yield seed, profile, build_problem(profile)
+            yield seed, profile, Problem.of(profile)
             found += 1
         seed += 1
 

@@ -25,7 +25,7 @@ from poochplan.planner.arena.packing import Block, live_peak
 from poochplan.planner.arena.step_layout import blocks_of, layout_of
 from poochplan.planner.planning import plan
 from poochplan.planner.simulator.construct import fit
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Style, keep_all, schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import tries
@@ -74,9 +74,9 @@ def test_the_blocks_of_any_schedule_are_live_as_the_checker_and_the_simulator_sa
     profile: Profile, seed: int, share: float
 ) -> None:
     profile = with_blocks(profile, seed) if seed % 2 else profile
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), Style())
-    blocks = blocks_of(profile, problem, schedule)
+    blocks = blocks_of(problem, schedule)
     live = live_at_each_time(blocks.before + blocks.of_step, blocks.end)
     assert live.max() == live_peak(blocks.before + blocks.of_step)
     assert live.max() == check(profile, plan_with(profile, schedule)).peak_bytes
@@ -93,11 +93,11 @@ def test_in_a_layout_nothing_overlaps_that_is_taken_before_the_other_is_given_ba
     profile: Profile, seed: int, share: float
 ) -> None:
     profile = with_blocks(profile, seed)
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), Style())
-    laid = layout_of(profile, problem, schedule)
+    laid = layout_of(problem, schedule)
     assert laid is not None
-    blocks = blocks_of(profile, problem, schedule)
+    blocks = blocks_of(problem, schedule)
     least_bytes, begin = laid.layout.least_bytes, blocks.point_times[0]
     large = [block for block in blocks.of_step if block.size_bytes >= least_bytes and block.start >= begin]
     assert [block.size_bytes for block in large] == [place.size_bytes for place in laid.layout.places]
@@ -117,9 +117,9 @@ def test_in_a_layout_nothing_overlaps_that_is_taken_before_the_other_is_given_ba
 @pytest.mark.parametrize("make", [resnet_like, unet_like, transformer_like])
 def test_every_value_that_comes_back_has_a_second_block(make) -> None:
     profile = make(3)
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     found = plan(profile, "70%", policy="greedy")
-    blocks = blocks_of(profile, problem, schedule_of(found, problem))
+    blocks = blocks_of(problem, schedule_of(found))
     fetched = Counter(block.size_bytes for block in blocks.fetched)
     replayed = Counter(block.size_bytes for block in blocks.replayed)
     sizes = {"swap": Counter(), "recompute": Counter()}  # type: dict[str, Counter[int]]
@@ -142,8 +142,8 @@ def test_a_forward_pass_alone_takes_what_forward_makes_and_lets_go_of_what_only_
     saved = sum(rounded_up(value.size_bytes) for value in made if value.freed > profile.op_ticks[len(forward)])
     live = live_at_each_time(blocks, end)
     assert 0 < live[-1] < saved
-    problem = build_problem(profile)
-    whole = blocks_of(profile, problem, keep_all(problem))
+    problem = Problem.of(profile)
+    whole = blocks_of(problem, keep_all(problem))
     assert live.max() < live_at_each_time(whole.of_step, whole.end).max()
 
 

@@ -25,7 +25,7 @@ from poochplan.planner.search import bound, decide
 from poochplan.planner.search.bound import Relaxation, lower_bound
 from poochplan.planner.search.solvers import LinearModel, SolverLimits, Warm, proven_bound
 from poochplan.planner.search.time_constraints import seconds_lost
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule
 from poochplan.planner.simulator.simulate import ON_DEMAND, STYLES, movable, simulate, try_style
 from tests.depth import seeds, tries
@@ -48,7 +48,7 @@ GAP = 0.01
 
 def assert_the_bound_holds(profile: Profile, budget_bytes: int, optimum_s: float) -> None:
     """Not above the optimum, which no plan is below; above the in-core step, which needs no proof."""
-    in_core_s = build_problem(profile).step_s
+    in_core_s = Problem.of(profile).step_s
     by_the_lp_alone = plan(profile, budget_bytes, evaluations=tries(1000, 20000))
     beside_the_search = plan(profile, budget_bytes, time_limit_s=tries(5, 60), threads=2, gap=GAP)
     for found in (by_the_lp_alone, beside_the_search):
@@ -60,7 +60,7 @@ def assert_the_bound_holds(profile: Profile, budget_bytes: int, optimum_s: float
 
 
 def assert_the_optimum_is(profile: Profile, budget_bytes: int, optimum_s: float) -> None:
-    best = best_schedule(build_problem(profile), budget_bytes)
+    best = best_schedule(Problem.of(profile), budget_bytes)
     assert best is not None
     assert best.step_s == pytest.approx(optimum_s, abs=1e-3)
 
@@ -93,7 +93,7 @@ def test_the_linear_program_proves_what_copies_that_hide_behind_compute_take_fro
     optimum_s = 5 + 0.5 * out / (1 + out) + 0.5 * back / (1 + back)
     smallest = smallest_budget(profile)
     assert_the_optimum_is(profile, smallest, optimum_s)
-    lost_s = lower_bound(build_problem(profile), smallest, "highs", SolverLimits(60)) - 5
+    lost_s = lower_bound(Problem.of(profile), smallest, "highs", SolverLimits(60)) - 5
     lost_out, lost_in = seconds_lost(line)
     assert lost_s == pytest.approx(0.5 * (lost_out + lost_in))
     assert lost_s <= optimum_s - 5 + 1e-9
@@ -111,7 +111,7 @@ def test_two_copies_at_once_lose_no_less_than_the_row_of_time_says() -> None:
 @given(st.integers(0, 2**32))
 @settings(deadline=None, derandomize=True, max_examples=tries(40, 1000))
 def test_no_plan_whatever_is_faster_than_the_bound_for_a_budget_of_its_own_peak(seed: int) -> None:
-    problem = build_problem(interfering_profile(seed))
+    problem = Problem.of(interfering_profile(seed))
     found = simulate(problem, random_schedule(problem, seed))
     peak_bytes = max(found.peak_bytes, found.first_step_peak_bytes)
     assert lower_bound(problem, peak_bytes, "highs", SolverLimits(60)) <= found.step_s * (1 + 1e-9)
@@ -149,7 +149,7 @@ def decided(schedule: Schedule) -> list[Decision]:
 
 @pytest.mark.parametrize("seed", seeds(60, 2000))
 def test_no_plan_is_below_the_bound_of_its_own_decisions_and_peak(seed: int) -> None:
-    problem = build_problem(profile_of(seed))
+    problem = Problem.of(profile_of(seed))
     schedule = plan_of(problem, seed)
     assert_no_bound_is_above(problem, schedule)
 
@@ -160,7 +160,7 @@ def test_nor_below_the_bound_that_steps_of_many_values_have(seed: int, monkeypat
     monkeypatch.setattr(bound, "FREE_SHARE", random.Random(seed).choice([0.0, 0.1, 0.3]))
     monkeypatch.setattr(bound, "SHORT_WINDOW", random.Random(seed).choice([1, 2, 4]))
     monkeypatch.setattr(decide, "DENSE_SHARE", 1.0)
-    problem = build_problem(profile_of(seed))
+    problem = Problem.of(profile_of(seed))
     assert_no_bound_is_above(problem, plan_of(problem, seed))
 
 
@@ -178,7 +178,7 @@ def assert_no_bound_is_above(problem: Problem, schedule: Schedule) -> None:
 
 
 def test_a_relaxation_forgets_what_was_fixed_before() -> None:
-    problem = build_problem(tiny_profile(3))
+    problem = Problem.of(tiny_profile(3))
     relaxed = Relaxation(problem, tiny_budget(tiny_profile(3), 3))
     free = relaxed.solve({}, LIMITS)
     for value in movable(problem):
@@ -188,7 +188,7 @@ def test_a_relaxation_forgets_what_was_fixed_before() -> None:
 
 
 def test_shares_add_up_and_are_those_that_were_fixed() -> None:
-    problem = build_problem(tiny_profile(5))
+    problem = Problem.of(tiny_profile(5))
     value = movable(problem)[0]
     found = Relaxation(problem, 2**40).solve({value: Decision.SWAP}, LIMITS)
     assert found.shares is not None
@@ -197,7 +197,7 @@ def test_shares_add_up_and_are_those_that_were_fixed() -> None:
 
 
 def test_decisions_that_no_plan_can_have_within_the_budget_have_an_infinite_bound() -> None:
-    problem = build_problem(one_value(3, opaque=True))
+    problem = Problem.of(one_value(3, opaque=True))
     relaxed = Relaxation(problem, int(5.5 * MB))
     kept = relaxed.solve({movable(problem)[0]: Decision.KEEP}, LIMITS)
     assert (kept.bound_s, kept.shares) == (math.inf, None)
@@ -210,7 +210,7 @@ NETWORKS = (("seq2seq", "pcie3"), ("seq2seq", "nvlink2"), ("unet3d-192", "pcie4"
 @pytest.mark.parametrize("seed", seeds(4, 100))
 def test_no_plan_of_a_network_is_below_the_bound_of_its_decisions(seed: int) -> None:
     network, link = NETWORKS[seed % len(NETWORKS)]
-    problem = build_problem(instance(network, link))
+    problem = Problem.of(instance(network, link))
     assert_no_bound_is_above(problem, plan_of(problem, seed))
 
 
@@ -224,7 +224,7 @@ PROVEN = {
 @pytest.mark.parametrize(("network", "link", "kept", "overhead"), PROVEN.values(), ids=PROVEN)
 def test_the_relaxation_proves_as_much_as_it_did(network: str, link: str, kept: float, overhead: float) -> None:
     profile = instance(network, link)
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     proven_s = lower_bound(problem, budget_of(profile, kept), "highs", LIMITS)
     assert proven_s > problem.step_s * (1 + overhead)
 

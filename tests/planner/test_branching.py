@@ -25,7 +25,7 @@ from poochplan.planner.search.bound import (
 from poochplan.planner.search.solvers import SolverLimits
 from poochplan.planner.search.walking import all_decisions
 from poochplan.planner.simulator.evaluator import DECISIONS, RECOMPUTE
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable
 from tests.depth import tries
 from tests.planner.oracle import best_schedule
@@ -138,7 +138,7 @@ def test_beside_a_plan_the_proof_is_never_above_the_optimum(seed: int) -> None:
     "profile", [unet_like(3), resnet_like(3), transformer_like(2)], ids=["unet", "resnet", "transformer"]
 )
 def test_basins_decide_the_largest_values_each_in_another_way(profile: Profile) -> None:
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     proof = Proof(problem, budget_at(profile, 0.1), "highs")
     proof.begin(plenty())
     basins = proof.branch(plenty(), 40, inf)
@@ -153,7 +153,7 @@ def test_basins_decide_the_largest_values_each_in_another_way(profile: Profile) 
 
 def test_values_to_branch_on_are_the_few_largest_that_may_move() -> None:
     for seed in range(30):
-        problem = build_problem(random_profile(seed, 40))
+        problem = Problem.of(random_profile(seed, 40))
         free = movable(problem)
         large = values_to_branch_on(problem, free)
         sizes = [int(problem.rounded_bytes[value]) for value in large]
@@ -172,7 +172,7 @@ def test_values_to_branch_on_are_the_few_largest_that_may_move() -> None:
 def test_children_without_a_plan_are_dropped_and_the_least_node_is_branched_on_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    problem = build_problem(unet_like(2))
+    problem = Problem.of(unet_like(2))
     made = started(problem, budget_at(unet_like(2), 0.5))
     shares = np.full((3, problem.value_count), 1 / 3)
     bounds, asked = iter([inf, 3.0, 2.0, 4.0, 5.0, inf]), list[Mapping[int, Decision]]()
@@ -197,7 +197,7 @@ def test_children_without_a_plan_are_dropped_and_the_least_node_is_branched_on_f
 def test_a_child_whose_program_was_not_solved_in_time_is_as_good_as_its_parent_and_decides_as_it_is_fixed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = started(build_problem(unet_like(2)), budget_at(unet_like(2), 0.5))
+    made = started(Problem.of(unet_like(2)), budget_at(unet_like(2), 0.5))
     monkeypatch.setattr(made.relaxation, "solve", lambda fixed, limits: Relaxed(0.0, None))
     made.large, root_s = made.large[:2], made.bound_s
     take_all(made)
@@ -212,7 +212,7 @@ def test_a_child_whose_program_was_not_solved_in_time_is_as_good_as_its_parent_a
 def begun(monkeypatch: pytest.MonkeyPatch) -> tuple[Proof, list[Mapping[int, Decision]]]:
     """A proof whose root is solved, and the decisions of each program that it solves from then on."""
     profile = transformer_like(2)
-    proof = Proof(build_problem(profile), int(profile.in_core_peak_bytes * 0.6), "highs")
+    proof = Proof(Problem.of(profile), int(profile.in_core_peak_bytes * 0.6), "highs")
     proof.begin(plenty())
     solved: list[Mapping[int, Decision]] = []
     solve = Relaxation.solve

@@ -13,7 +13,7 @@ from poochplan.formats.plan import Decision, Plan, Prediction
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan
 from poochplan.planner.simulator.construct import fit
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import AS_STYLED, Style
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import seeds, tries
@@ -47,7 +47,7 @@ def random_step(seed: int) -> Profile:
 
 def any_schedule(profile: Profile, seed: int) -> tuple[Plan, Prediction]:
     """A plan that nobody would make, with what the simulator says of it."""
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     tuning = random_tuning(problem, seed)
     schedule = fit(problem, random_decisions(problem, seed), budget_at(profile, 0.5), tuning=tuning)
     made = plan_with(profile, schedule)
@@ -157,7 +157,7 @@ def test_any_decisions_can_be_scheduled_and_their_simulated_bytes_are_exact(
     profile: Profile, seed: int, style: Style, is_tuned: bool, share: float
 ) -> None:
     """In any style, and as any tuning has them carried out; replays find the weights that FSDP2 gathers."""
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     tuning = random_tuning(problem, seed) if is_tuned else AS_STYLED
     schedule = fit(problem, random_decisions(problem, seed), int(share * profile.in_core_peak_bytes), style, tuning)
     simulation = simulate(problem, schedule, trace=True)

@@ -14,7 +14,7 @@ from poochplan.planner.arena import packing, step_layout
 from poochplan.planner.arena.step_layout import HOPELESS, NO_ARENA, NO_ROOM, ROOM, Fitting, layout_of, smallest_arena
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Style
 from poochplan.planner.simulator.simulate import Candidate, swap_all_on_demand, try_style
 from poochplan.sessions import packed
@@ -22,17 +22,17 @@ from tests.planner.random_profiles import random_profile, transformer_like, unet
 from tests.planner.test_packing import UNIT, cut_rectangle
 
 PROFILE = transformer_like(3)
-PROBLEM = build_problem(PROFILE)
+PROBLEM = Problem.of(PROFILE)
 PROFILES = {"gpt": PROFILE, "unet": unet_like(3)}
 
 
 def greedy(share: float) -> Candidate:
-    return run_policy("greedy", PolicyInput(PROFILE, PROBLEM, int(share * PROFILE.in_core_peak_bytes)))
+    return run_policy("greedy", PolicyInput(PROBLEM, int(share * PROFILE.in_core_peak_bytes)))
 
 
 def taken_bytes(candidate: Candidate) -> int:
     """What its arena takes, and what lies outside it."""
-    laid = layout_of(PROFILE, PROBLEM, candidate.schedule)
+    laid = layout_of(PROBLEM, candidate.schedule)
     assert laid is not None
     return laid.peak_bytes
 
@@ -77,7 +77,7 @@ def test_where_no_arena_fits_the_plan_is_within_its_peak_and_says_so(
 ) -> None:
     found = where_no_arena_fits(monkeypatch, evaluations=evaluations)
     smallest = smallest_budget(PROFILE, arena="off")
-    assert smallest_arena(PROFILE, PROBLEM) > smallest
+    assert smallest_arena(PROBLEM) > smallest
     assert found.prediction.peak_bytes <= smallest
 
 
@@ -109,7 +109,7 @@ def test_the_bound_and_the_gap_hold_however_long_steps_without_an_arena_take(
 
 def test_a_plan_whose_arena_does_not_fit_leaves_the_next_ones_as_many_bytes_less() -> None:
     first = greedy(0.6)
-    judge = Fitting(PROFILE, PROBLEM, taken_bytes(first) - UNIT)
+    judge = Fitting(PROBLEM, taken_bytes(first) - UNIT)
     needed_bytes = judge.pack(first)
     assert needed_bytes > taken_bytes(first) - UNIT
     assert judge.within_bytes < first.peak_bytes
@@ -118,7 +118,7 @@ def test_a_plan_whose_arena_does_not_fit_leaves_the_next_ones_as_many_bytes_less
 
 def test_a_plan_that_fits_lets_the_next_ones_have_more() -> None:
     first = greedy(0.6)
-    judge = Fitting(PROFILE, PROBLEM, int(1.05 * taken_bytes(first)))
+    judge = Fitting(PROBLEM, int(1.05 * taken_bytes(first)))
     assert judge.pack(first) <= int(1.05 * taken_bytes(first))
     assert judge.within_bytes > first.peak_bytes
     chosen = judge.chosen()
@@ -128,7 +128,7 @@ def test_a_plan_that_fits_lets_the_next_ones_have_more() -> None:
 
 def test_without_a_plan_that_leaves_room_the_one_that_fits_is_taken_and_so_it_is_where_room_is_dear() -> None:
     first = greedy(0.6)
-    judge = Fitting(PROFILE, PROBLEM, int((1 + ROOM / 2) * taken_bytes(first)))
+    judge = Fitting(PROBLEM, int((1 + ROOM / 2) * taken_bytes(first)))
     judge.pack(first)
     chosen = judge.chosen()
     assert chosen is not None
@@ -143,7 +143,7 @@ def test_without_a_plan_that_leaves_room_the_one_that_fits_is_taken_and_so_it_is
 
 def test_plans_of_the_fewest_live_bytes_are_packed_so_often_and_then_no_arena_is_asked_for() -> None:
     least = swap_all_on_demand(PROBLEM)
-    judge = Fitting(PROFILE, PROBLEM, taken_bytes(least) - UNIT)
+    judge = Fitting(PROBLEM, taken_bytes(least) - UNIT)
     for _ in range(2 * HOPELESS - 1):
         judge.pack(least)
     assert not judge.is_hopeless
@@ -174,7 +174,7 @@ NO_SMALLER = 11
 
 def test_a_step_whose_arena_is_larger_than_all_it_has_in_core_is_refused_with_what_it_has_in_core() -> None:
     profile = random_profile(NO_SMALLER)
-    assert smallest_arena(profile, build_problem(profile)) > profile.in_core_peak_bytes
+    assert smallest_arena(Problem.of(profile)) > profile.in_core_peak_bytes
     assert smallest_budget(profile, arena="on") == profile.in_core_peak_bytes
 
 

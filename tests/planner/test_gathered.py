@@ -12,7 +12,7 @@ from poochplan.formats.profile import Device, Kind, PointKind, Profile, Value
 from poochplan.formats.queries import in_flight_bytes
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.simulator.construct import fit, may_replay_at
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Style
 from poochplan.planner.writing import with_decisions
 from tests.planner.checker import Violation, check
@@ -89,7 +89,7 @@ def test_so_may_both_buffers_of_a_collective_of_tensor_parallelism_for_each_thre
 
 
 def test_a_value_is_recomputed_only_where_its_first_use_finds_the_weights(profile: Profile) -> None:
-    replay = build_problem(profile).replay
+    replay = Problem.of(profile).replay
     names = [profile.values[value].name.split("/")[0] for value in replay.value_of]
     reasons = dict(zip(names, replay.reasons, strict=True))
     assert not any(reason for name, reason in reasons.items() if name.startswith(("norm", "up", "gelu")))
@@ -107,7 +107,7 @@ def test_a_value_that_another_replay_may_start_from_too_early_is_not_recomputed(
         r.op("pass", [wide], [512])
         (x,) = r.op("gelu", [wide], [1 << 20], saves=[wide])
     step = gathered(r.finish(link(1.0)), 1)
-    replay = build_problem(step).replay
+    replay = Problem.of(step).replay
     names = [step.values[value].name.split("/")[0] for value in replay.value_of]
     assert {reason for name, reason in zip(names, replay.reasons, strict=True) if name.startswith("gelu")} == {""}
     ups = [reason for name, reason in zip(names, replay.reasons, strict=True) if name.startswith("up")]
@@ -124,7 +124,7 @@ def test_plans_are_carried_out_within_their_budget(profile: Profile, share: floa
 
 def of_whole_weights() -> Plan:
     """A plan that replays what a unit gives, as it may be where weights are whole."""
-    problem = build_problem(whole())
+    problem = Problem.of(whole())
     names = [problem.names[value].startswith("down") for value in range(problem.value_count)]
     decisions = [Decision.RECOMPUTE if one else Decision.KEEP for one in names]
     return plan_with(whole(), fit(problem, decisions, 2**40, Style()))
@@ -141,7 +141,7 @@ def test_the_checker_and_the_planner_refuse_a_replay_outside(profile: Profile) -
 
 
 def test_no_replay_is_moved_before_the_weights_are_there(profile: Profile) -> None:
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     uses = [point for point, one in enumerate(profile.points) if one.kind is PointKind.USE]
     value = next(place for place, name in enumerate(problem.names) if name.startswith("up2"))
     legal = [point for point in uses if may_replay_at(problem, value, point)]

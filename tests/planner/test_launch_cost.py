@@ -13,7 +13,7 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Phase, Profile, RuntimeCost
 from poochplan.planner.planning import plan
 from poochplan.planner.simulator.construct import fit
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule, Style, keep_all, recording_for, recording_of
 from poochplan.planner.simulator.simulate import least_step_s, simulate, swap_all
 from poochplan.planner.whatif import for_machine
@@ -40,7 +40,7 @@ def costed(profile: Profile, kind: Kind, **costs: Any) -> Profile:
 
 
 def step_s(profile: Profile, schedule: Schedule | None = None) -> float:
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     return simulate(problem, schedule or keep_all(problem)).step_s
 
 
@@ -59,9 +59,9 @@ def chain(*seconds: float) -> Profile:
 def test_an_op_waits_for_its_launch() -> None:
     """Ten ops of 1 s, a handle each: with 3 s a pack the thread is behind from the second op of forward on."""
     profile = chain(*[1.0] * 10)
-    pinned = build_problem(profile)
+    pinned = Problem.of(profile)
     assert step_s(costed(profile, "cuda", handle_s=0.9, launch_s=0.0)) == pytest.approx(20 + 0.9)  # the first pack
-    found = simulate(build_problem(costed(profile, "cuda", handle_s=3.0)), keep_all(pinned))
+    found = simulate(Problem.of(costed(profile, "cuda", handle_s=3.0)), keep_all(pinned))
     assert found.step_s == pytest.approx(10 * 3.0 + 11)  # all packs one after another, then what is left to compute
     assert found.runtime_s == pytest.approx(found.step_s - 20)
     assert step_s(costed(profile, "cuda", handle_s=3.0, launch_s=0.5)) == pytest.approx(10 * 3.5 - 0.5 + 11)
@@ -69,12 +69,12 @@ def test_an_op_waits_for_its_launch() -> None:
 
 def test_in_core_the_thread_reaches_no_op_after_it_has_begun() -> None:
     """So long ops give it a lead, which launches of the short ones behind them use up."""
-    found = build_problem(costed(chain(0.1, 0.1, 4.0), "cuda", launch_s=0.5)).launch_cost
+    found = Problem.of(costed(chain(0.1, 0.1, 4.0), "cuda", launch_s=0.5)).launch_cost
     assert found.launch_s.tolist() == pytest.approx([0.1, 0.1, 0.5, 0.5, 0.5, 0.5])
     of_phases = costed(chain(0.1, 0.1, 4.0), "cuda", launch_s=0.5, phase_launch_s={Phase.BACKWARD: 1.0})
-    assert build_problem(of_phases).launch_cost.launch_s.tolist() == pytest.approx([0.1, 0.1, 0.5, 1.0, 1.0, 1.0])
+    assert Problem.of(of_phases).launch_cost.launch_s.tolist() == pytest.approx([0.1, 0.1, 0.5, 1.0, 1.0, 1.0])
     of_phases = costed(chain(0.1, 0.1, 4.0), "cuda", phase_launch_s={Phase.FORWARD: 1.0, Phase.BACKWARD: 9.0})
-    assert build_problem(of_phases).launch_cost.launch_s.tolist() == pytest.approx([0.1, 0.1, 1.0, 7.0, 0.1, 0.1])
+    assert Problem.of(of_phases).launch_cost.launch_s.tolist() == pytest.approx([0.1, 0.1, 1.0, 7.0, 0.1, 0.1])
 
 
 COSTS = ("launch_s", "handle_s", "swap_s", "record_s", "replay_s")
@@ -85,7 +85,7 @@ def test_each_cost_of_the_thread_is_in_the_predicted_step(what: str) -> None:
     profile = transformer_like()
     typical_s = sum(op.duration_s for op in profile.ops) / len(profile.ops)
     costs: dict[str, Any] = dict.fromkeys(COSTS, typical_s / 2) | {"unpack_s": typical_s / 4, "fetch_s": typical_s / 4}
-    problem = build_problem(costed(profile, "cuda", **costs))
+    problem = Problem.of(costed(profile, "cuda", **costs))
     schedule = fit(problem, random_decisions(problem, 0), 0, Style(release="early"))
     assert {SWAP, RECOMPUTE} <= {*schedule.decisions}
     before_s = simulate(problem, schedule).step_s
@@ -105,14 +105,14 @@ def test_a_plan_says_when_its_step_is_bound_by_launching(handle_s: float, says: 
 
 def test_the_in_core_step_is_the_measured_one_however_slow_launches_are() -> None:
     for seed, profile, _ in problems_of(lambda seed: random_profile(seed, 20), tries(20, 200)):
-        problem = build_problem(costed(profile, "cuda", launch_s=10 ** random.Random(seed).uniform(-6, 0)))
+        problem = Problem.of(costed(profile, "cuda", launch_s=10 ** random.Random(seed).uniform(-6, 0)))
         assert simulate(problem, keep_all(problem)).step_s == pytest.approx(problem.in_core_s, rel=1e-12)
 
 
 def test_waits_for_copies_do_not_hold_the_thread() -> None:
     """With copies of 100 s the device waits; the thread's seconds are over long before, and cost nothing."""
     profile = msgspec.structs.replace(chain(1, 1, 1, 1), link=link(4096 / 100 / 1e9))
-    problem = build_problem(costed(profile, "cuda", swap_s=1.0, fetch_s=0.5))
+    problem = Problem.of(costed(profile, "cuda", swap_s=1.0, fetch_s=0.5))
     schedule = fit(problem, swap_all(problem), 0, Style(release="early"))
     assert simulate(problem, schedule).step_s == pytest.approx(step_s(profile, schedule))
     assert step_s(costed(profile, "cpu", swap_s=1.0, fetch_s=0.5), schedule) > step_s(profile, schedule) + 0.5
@@ -125,7 +125,7 @@ def test_no_step_is_shorter_than_the_one_that_keeps_all_or_than_its_replays() ->
     waited = 0
     for seed in range(tries(200, 2000)):
         profile = with_random_thread(tiny_profile(seed), seed)
-        problem, budget = build_problem(profile), tiny_budget(profile, seed)
+        problem, budget = Problem.of(profile), tiny_budget(profile, seed)
         schedule = fit(problem, random_decisions(problem, seed), budget, tuning=random_tuning(problem, seed))
         found = simulate(problem, schedule).step_s
         assert simulate(problem, keep_all(problem)).step_s == pytest.approx(problem.keep_all_s, rel=1e-12)

@@ -12,7 +12,7 @@ from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.polish import least_peak_bytes, polish
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import Candidate, least_step_s, movable, simulate, try_decisions
 from tests.depth import seeds, tries
 from tests.planner.clock import is_plain
@@ -36,7 +36,7 @@ KEEP, SWAP, RECOMPUTE = Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE
 
 
 def best(profile: Profile, budget_bytes: float, **options) -> Optimum:
-    found = best_schedule(build_problem(profile), int(budget_bytes), **options)
+    found = best_schedule(Problem.of(profile), int(budget_bytes), **options)
     assert found is not None
     return found
 
@@ -46,7 +46,7 @@ def plain_instance(seed: int, highest: int = 5) -> tuple[Profile, Problem, int]:
     profile, _, budget = tiny_instance(seed, 2, highest)
     plain = msgspec.structs.replace(profile.link, duplex=1.0, interference_out=0.0, interference_in=0.0)
     profile = msgspec.structs.replace(profile, link=plain)
-    return profile, build_problem(profile), budget
+    return profile, Problem.of(profile), budget
 
 
 # -- optima known by hand --------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_an_early_replay_lets_go_of_the_larger_value_it_starts_from() -> None:
     found = best(profile, 12.5 * MB)
     small = [value for value, decision in enumerate(found.schedule.decisions) if decision is RECOMPUTE]
     assert found.step_s == pytest.approx(14 + 1)
-    assert [build_problem(profile).names[value] for value in small] == ["small1/out1"]
+    assert [Problem.of(profile).names[value] for value in small] == ["small1/out1"]
     late = best(profile, 12.5 * MB, freedom=Freedom(early_replay=False))
     assert late.step_s > found.step_s + 10
 
@@ -98,7 +98,7 @@ def test_the_rules_of_the_plain_link_lose_nothing_against_every_choice(seed: int
     """On the CPU, where what the launching thread takes is spent on the compute stream."""
     profile, problem, budget = plain_instance(seed, 4)
     if has_thread:
-        problem = build_problem(msgspec.structs.replace(with_random_thread(profile, seed), device=profile.device))
+        problem = Problem.of(msgspec.structs.replace(with_random_thread(profile, seed), device=profile.device))
     assert is_plain(problem.link)
     by_rules, every = best_schedule(problem, budget), best_schedule(problem, budget, every_choice=True)
     assert by_rules is not None
@@ -134,7 +134,7 @@ def test_the_plan_is_near_the_best_of_all_schedules_and_never_better_and_the_bou
 ) -> None:
     """The oracle asserts that its own clock and the simulator agree on its best schedule."""
     profile = with_random_thread(tiny_profile(seed, 2, 4), seed) if has_thread else tiny_profile(seed)
-    problem, budget = build_problem(profile), tiny_budget(profile, seed)
+    problem, budget = Problem.of(profile), tiny_budget(profile, seed)
     assert 2 <= len(movable(problem)) <= 5
     made = plan(profile, budget, evaluations=EVALUATIONS)
     found = best_schedule(problem, budget, at_most_s=made.prediction.step_s)
@@ -160,7 +160,7 @@ def polished(problem: Problem, wish: list[Decision], budget_bytes: int) -> Candi
 
 
 def test_a_replay_fills_the_wait_for_a_copy_back() -> None:
-    problem = build_problem(replay_beside_a_copy())
+    problem = Problem.of(replay_beside_a_copy())
     wish = [KEEP] * problem.value_count
     wish[:2] = [RECOMPUTE, SWAP]
     found = polished(problem, wish, int(5.5 * MB))
@@ -169,7 +169,7 @@ def test_a_replay_fills_the_wait_for_a_copy_back() -> None:
 
 
 def test_an_early_replay_brings_decisions_within_the_budget() -> None:
-    problem = build_problem(small_from_large())
+    problem = Problem.of(small_from_large())
     budget = int(12.5 * MB)
     wish = [RECOMPUTE if name == "small1/out1" else KEEP for name in problem.names]
     assert try_decisions(problem, "test", wish, budget).peak_bytes > budget
@@ -195,7 +195,7 @@ def test_where_only_the_schedule_was_missing_the_plan_is_the_best_there_is(seed:
     profile = tiny_profile(seed)
     budget = tiny_budget(profile, seed)
     plan_s = plan(profile, budget, evaluations=20000).prediction.step_s
-    found = best_schedule(build_problem(profile), budget, at_most_s=plan_s)
+    found = best_schedule(Problem.of(profile), budget, at_most_s=plan_s)
     assert found is not None
     assert plan_s == pytest.approx(found.step_s, rel=1e-6)
 
@@ -208,7 +208,7 @@ def test_where_only_the_schedule_was_missing_the_plan_is_the_best_there_is(seed:
 def test_polishing_never_loses_and_the_checker_carries_the_schedule_out(
     profile: Profile, seed: int, share: float
 ) -> None:
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     budget = budget_at(profile, share)
     start = try_decisions(problem, "test", random_decisions(problem, seed), budget)
     found = polish(problem, start, budget, Allowance(evaluations=120))
@@ -221,7 +221,7 @@ def test_polishing_never_loses_and_the_checker_carries_the_schedule_out(
 
 
 def test_without_evaluations_the_schedule_stays() -> None:
-    problem = build_problem(unet_like(2))
+    problem = Problem.of(unet_like(2))
     budget = smallest_budget(unet_like(2))
     start = try_decisions(problem, "test", random_decisions(problem, 1), budget)
     assert polish(problem, start, budget, Allowance(evaluations=0)) is start

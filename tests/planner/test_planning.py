@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from poochplan.errors import InfeasibleError, PoochError, UsageError
+from poochplan.errors import InfeasibleError, ModelMismatchError, PoochError, UsageError
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, PointKind, Profile, RuntimeCost
@@ -19,7 +19,7 @@ from poochplan.planner.planning import plan, share_that_holds, smallest_budget
 from poochplan.planner.search.decide import solve_fluid
 from poochplan.planner.search.fluid import Request
 from poochplan.planner.search.solvers import SolverLimits, choose_solver
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable, swap_all, swap_all_on_demand
 from poochplan.planner.writing import with_decisions
 from poochplan.units import format_bytes, parse_budget
@@ -115,7 +115,7 @@ def test_a_value_held_past_its_first_use_is_kept() -> None:
     (x,) = r.op("f0", [r.before(512, Kind.INPUT)], [1 << 20])
     r.op("f1", [x], [1 << 20], saves=[x])
     r.hold_until_end(x)
-    problem = build_problem(r.finish(link()))
+    problem = Problem.of(r.finish(link()))
     assert "held" in problem.must_keep[0]
 
 
@@ -160,7 +160,7 @@ def test_the_other_solver_gives_a_plan_of_about_the_same_step() -> None:
 
 
 def test_the_fluid_model_finds_free_what_a_fast_link_hides() -> None:
-    problem = build_problem(resnet_like(4, link_gb_per_s=100))
+    problem = Problem.of(resnet_like(4, link_gb_per_s=100))
     keep_all_peak = int(problem.base_bytes.max() + problem.rounded_bytes.sum())
     request = Request(keep_all_peak // 2, tuple(movable(problem)))
     decisions, objective_s = solve_fluid(problem, request, "highs", SolverLimits())
@@ -219,7 +219,7 @@ def test_a_rank_of_four_gets_a_quarter_of_the_link_and_of_the_host_budget() -> N
     assert found.link.ranks == 4
     assert 0 < found.prediction.out_bytes <= host_bytes // 4
     assert check(profile, found).peak_bytes == found.prediction.peak_bytes <= found.budget_bytes
-    assert simulate_plan(profile, found).step_s == found.prediction.step_s
+    assert simulate_plan(Problem.of(profile, found), found).step_s == found.prediction.step_s
     notes = "; ".join(found.notes)
     assert "each of 4 ranks of a host has its share of the link, test (1 GB/s each way), by division" in notes
     assert f"each of 4 ranks of a host swaps at most {format_bytes(host_bytes // 4)}" in notes
@@ -262,7 +262,7 @@ def test_a_value_that_is_kept_after_all_takes_memory_and_no_copy(profile: Profil
 def test_what_the_changed_plan_predicts_is_what_the_simulator_says(profile: Profile, made: Plan) -> None:
     name = first(made, Decision.KEEP, Decision.RECOMPUTE)
     changed = with_decisions(profile, made, {name: Decision.SWAP})
-    found = simulate_plan(profile, changed)
+    found = simulate_plan(Problem.of(profile, changed), changed)
     assert (changed.prediction.peak_bytes, changed.prediction.step_s) == (found.peak_bytes, found.step_s)
     before = {value.name: value.decision for value in made.values}
     for value in changed.values:
@@ -290,7 +290,7 @@ def test_what_cannot_be_is_refused_and_why(profile: Profile, made: Plan) -> None
     with pytest.raises(UsageError, match="cannot be decided 'recompute': it is random"):
         with_decisions(opaque, made, {profile.values[place].name: "recompute"})
     other = resnet_like(blocks=3)
-    with pytest.raises(UsageError, match="expected the one that the plan was made from"):
+    with pytest.raises(ModelMismatchError, match="the plan was made from another profile"):
         with_decisions(other, made, {})
 
 

@@ -13,7 +13,7 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena.reserved import MARGIN, NOT_WITHIN, budget_bytes_of, reserved_peak
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import swap_all_on_demand
 from tests.planner.random_profiles import transformer_like, unet_like
@@ -56,8 +56,8 @@ def test_what_a_plan_reserves_is_within_its_budget_with_a_margin(name: str, shar
 @EVERY
 def test_a_share_is_one_of_what_the_in_core_step_reserves(name: str) -> None:
     profile = PROFILES[name]
-    problem = build_problem(profile)
-    whole_bytes = reserved_peak(profile, problem, keep_all(problem), is_expandable=True)
+    problem = Problem.of(profile)
+    whole_bytes = reserved_peak(problem, keep_all(problem), is_expandable=True)
     assert whole_bytes is not None
     assert whole_bytes > profile.in_core_peak_bytes
     assert budget_bytes_of(profile, "50%", "reserved") == whole_bytes // 2
@@ -78,8 +78,8 @@ def test_tiny_values_do_not_stay_in_the_way_of_a_plan_that_fits() -> None:
         profile.device, name="a GPU", kind="cuda", expands=True
     )  # measured, and no roofline
     profile = msgspec.structs.replace(profile, device=device, memory=Memory.ALLOCATED)
-    problem = build_problem(profile)
-    smallest_bytes = reserved_peak(profile, problem, swap_all_on_demand(problem).schedule)
+    problem = Problem.of(profile)
+    smallest_bytes = reserved_peak(problem, swap_all_on_demand(problem).schedule)
     assert smallest_bytes is not None
     found = plan(profile, int(1.15 * smallest_bytes), on="reserved", evaluations=400)
     assert found.covered_bytes <= found.budget_bytes

@@ -21,7 +21,7 @@ from poochplan.planner.search.allowance import Allowance, Progress, SearchLimits
 from poochplan.planner.search.annealing import Walker
 from poochplan.planner.search.bound import Proof
 from poochplan.planner.simulator.evaluator import library
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import Candidate, try_decisions
 from tests.depth import seeds, tries
 from tests.planner.checker import check
@@ -294,7 +294,7 @@ def test_no_plan_is_worse_than_that_of_greedy_or_of_pooch(seed: int, threads: in
 
 @pytest.mark.parametrize("profile", [unet_like(3), transformer_like(3)], ids=["unet", "gpt"])
 def test_a_plan_that_another_proposes_is_taken_where_the_search_has_none_as_good(profile: Profile) -> None:
-    problem, budget_bytes = build_problem(profile), tight(profile)
+    problem, budget_bytes = Problem.of(profile), tight(profile)
     one, many = (SearchLimits(evaluations=count, threads=1, gap=NEVER_MET) for count in (1, 4000))
     alone, best = (optimise.optimise(problem, budget_bytes, effort).best for effort in (one, many))
     assert best.simulation.step_s < alone.simulation.step_s

@@ -7,7 +7,7 @@ import pytest
 from poochplan.formats.occupancy import ints
 from poochplan.formats.plan import Decision, PointActions
 from poochplan.formats.profile import Kind, Link, Profile
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule, keep_all, recording_for
 from poochplan.planner.simulator.simulate import Simulation, simulate
 from poochplan.planner.simulator.streams import Lane
@@ -47,13 +47,13 @@ Plan = tuple[tuple[Decision, ...], tuple[PointActions, ...]]
 
 
 def run(the_link: Link, plan: Plan = SWAP_X) -> Simulation:
-    return simulate(build_problem(three_values(the_link)), Schedule(*plan), trace=True)
+    return simulate(Problem.of(three_values(the_link)), Schedule(*plan), trace=True)
 
 
 def test_keeping_everything_takes_the_in_core_step_and_its_peak() -> None:
     random_steps = (profile for _, profile, _ in problems_of(random_profile, 20))
     for profile in (resnet_like(3), unet_like(2), transformer_like(2), *random_steps):
-        problem = build_problem(profile)
+        problem = Problem.of(profile)
         simulation = simulate(problem, keep_all(problem))
         assert simulation.peak_bytes == profile.in_core_peak_bytes
         assert simulation.step_s == problem.step_s
@@ -113,7 +113,7 @@ def test_times_are_those_worked_out_by_hand(name: str) -> None:
 
 
 def test_released_bytes_are_gone_from_the_release_and_back_from_the_prefetch() -> None:
-    problem = build_problem(three_values(link()))
+    problem = Problem.of(three_values(link()))
     kept = simulate(problem, keep_all(problem)).memory_bytes
     swapped = run(link()).memory_bytes
     gone, back = problem.point_ticks[problem.save_points[Y]], problem.point_ticks[problem.use_points[0]]
@@ -126,7 +126,7 @@ def test_released_bytes_are_gone_from_the_release_and_back_from_the_prefetch() -
 
 def test_the_trace_tells_when_each_tick_begins() -> None:
     the_link = link(gb_per_s=0.0005, latency_s=0.5)
-    starts = run(the_link).tick_start_s[build_problem(three_values(the_link)).op_ticks]
+    starts = run(the_link).tick_start_s[Problem.of(three_values(the_link)).op_ticks]
     assert starts.tolist() == [pytest.approx(t) for t in (0, 1, 3.5, 4.5, 5.5, 6.5, 8, 9)]
 
 
@@ -134,7 +134,7 @@ KB = 1024
 
 
 def problem_of(recorder: Recorder) -> Problem:
-    return build_problem(recorder.finish(link()))
+    return Problem.of(recorder.finish(link()))
 
 
 def replay_of(problem: Problem, name: str):

@@ -13,15 +13,15 @@ import pytest
 from poochplan.errors import InputFileError, UsageError
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Kind, Profile
-from poochplan.formats.sources import as_planned, sources_of, with_sources
 from poochplan.planner.arena.packing import live_peak
 from poochplan.planner.arena.step_layout import blocks_of
 from poochplan.planner.planning import plan
 from poochplan.planner.search.bound import integral_bound, lower_bound
 from poochplan.planner.search.solvers import SolverLimits
 from poochplan.planner.simulator.evaluator import STYLE_OF, Evaluator
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import simulate, swap_all, try_style
+from poochplan.planner.simulator.sources import sources_of, with_sources
 from poochplan.planner.writing import with_decisions
 from poochplan.report.differences import differences
 from tests.depth import seeds, tries
@@ -62,8 +62,8 @@ def test_a_source_that_is_written_later_or_is_no_smaller_is_none() -> None:
 
 
 def test_a_copy_can_be_replayed_from_its_source_where_nothing_else_makes_it() -> None:
-    assert build_problem(norm(opaque=True)).replay.replays[0] is None
-    graph = build_problem(with_sources(norm(opaque=True))).replay
+    assert Problem.of(norm(opaque=True)).replay.replays[0] is None
+    graph = Problem.of(norm(opaque=True), has_sources=True).replay
     assert graph.replays[0] is None  # the source itself
     replay = graph.of(1)
     assert (replay.ops, replay.inputs) == ((1,), (0,))
@@ -71,7 +71,7 @@ def test_a_copy_can_be_replayed_from_its_source_where_nothing_else_makes_it() ->
 
 def test_an_idle_source_costs_nothing_whatever_is_decided_about_it() -> None:
     profile = with_sources(norm())
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     for style in STYLE_OF:
         kept = try_style(problem, "", (KEEP, SWAP, SWAP), 0, style)
         swapped = try_style(problem, "", (SWAP, SWAP, SWAP), 0, style)
@@ -87,7 +87,7 @@ def test_a_profile_without_any_stays_itself_and_one_with_them_gets_no_more() -> 
 
 
 def test_what_is_held_takes_its_own_bytes_in_place_of_the_values() -> None:
-    problem = build_problem(with_sources(norm()))
+    problem = Problem.of(norm(), has_sources=True)
     held, kept, gone = (
         try_style(problem, "", (first, second, KEEP), 1 << 40, STYLE_OF[0]).simulation
         for first, second in ((KEEP, RECOMPUTE), (KEEP, KEEP), (RECOMPUTE, RECOMPUTE))
@@ -124,7 +124,7 @@ def test_a_checked_plan_holds_only_what_may_be_held() -> None:
 def test_decisions_about_it_can_be_changed_by_hand() -> None:
     made = held(norm())
     assert [(value.source, value.until) for value in made.values] == [(True, 1), (False, -1), (False, -1)]
-    assert as_planned(norm(), made) == with_sources(norm())
+    assert Problem.of(norm(), made).profile == with_sources(norm())
     assert made.sources()[KEEP] == [4096]
     assert made.rows()["sources of larger copies"] == "keep 1 (4.00 KiB)"
     assert made.decided()[RECOMPUTE] == [8192]
@@ -166,7 +166,7 @@ def test_both_simulators_and_the_checker_agree(seed: int) -> None:
     profile = cast_profile(seed, 2 + seed % 6)
     thread = with_random_thread(profile, seed) if seed % 2 else profile
     planned = with_sources(thread)
-    problem, evaluator = build_problem(planned), Evaluator(build_problem(planned))
+    problem, evaluator = Problem.of(planned), Evaluator(Problem.of(planned))
     for turn, style in enumerate(STYLE_OF):
         wish = random_decisions(problem, 10 * seed + turn)
         budget_bytes = int(profile.in_core_peak_bytes * (0.3 + 0.2 * turn))
@@ -182,15 +182,15 @@ def test_both_simulators_and_the_checker_agree(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(6, 200))
 def test_the_blocks_of_such_steps_are_live_as_the_simulator_says(seed: int) -> None:
     profile = with_sources(cast_profile(seed, 2 + seed % 6))
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     schedule = try_style(problem, "", random_decisions(problem, seed), 0, STYLE_OF[seed % 4]).schedule
-    blocks = blocks_of(profile, problem, schedule)
+    blocks = blocks_of(problem, schedule)
     assert live_peak(blocks.before + blocks.of_step) == simulate(problem, schedule).peak_bytes
 
 
 @pytest.mark.parametrize("seed", seeds(25, 2000))
 def test_no_plan_is_faster_than_the_bound_for_its_own_peak(seed: int) -> None:
-    problem = build_problem(with_sources(cast_profile(seed, 1 + seed % 7)))
+    problem = Problem.of(cast_profile(seed, 1 + seed % 7), has_sources=True)
     wish = random_decisions(problem, seed)
     for schedule in (
         random_schedule(problem, seed),

@@ -15,9 +15,8 @@ from poochplan.formats.profile import Memory, Profile
 from poochplan.planner import sweep as sweeping
 from poochplan.planner.planning import ILP, plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, policy_names, run_policy
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.sweep import Solving, SweepPoint, all_policies, compare_policies, default_budgets, sweep
-from poochplan.planner.whatif import without_arena
 from tests.depth import tries
 from tests.planner.random_profiles import resnet_like, transformer_like, unet_like
 
@@ -54,7 +53,7 @@ def test_every_policy_at_every_budget_in_order_each_as_when_planned_alone(profil
             alone = plan(profile, point.budget_bytes, threads=1).prediction
             assert (point.step_s, point.out_bytes) == (alone.step_s, alone.out_bytes)
         else:
-            candidate = run_policy(point.policy, PolicyInput.of(profile, point.budget_bytes))
+            candidate = run_policy(point.policy, PolicyInput(Problem.of(profile), point.budget_bytes))
             assert point.peak_bytes == candidate.peak_bytes
             assert point.feasible == (candidate.peak_bytes <= point.budget_bytes)
             assert point.step_s == (candidate.simulation.step_s if point.feasible else None)
@@ -164,7 +163,7 @@ def test_no_policy_is_shown_below_the_bound_where_its_steps_have_no_arena(profil
     assert min(point.overhead for point in points if point.overhead is not None) >= ilp.bound_overhead - 1e-9
     rows = compare_policies(slower, plan(slower, slower.in_core_peak_bytes))
     kept_s = {row.policy: row.step_s for row in rows}["keep-all"]
-    assert kept_s == build_problem(without_arena(slower)).keep_all_s
+    assert kept_s == Problem.of(slower, has_arena=False).keep_all_s
     assert ilp.step_s is not None
     assert ilp.step_s < kept_s  # by an arena that fits where a little is given up
 

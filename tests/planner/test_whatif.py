@@ -12,7 +12,8 @@ from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.profile import PRESET_BYTES_PER_S, Profile, preset_link
 from poochplan.formats.profile_parts import RuntimeCost
 from poochplan.planner.planning import plan, smallest_budget
-from poochplan.planner.whatif import for_machine, parse_link, without_arena
+from poochplan.planner.simulator.problem import Problem
+from poochplan.planner.whatif import for_machine, parse_link
 from tests.planner.random_profiles import resnet_like, transformer_like
 
 
@@ -124,6 +125,6 @@ def test_a_step_that_no_arena_serves_pays_the_launching_thread_as_any_other_does
     replace = msgspec.structs.replace
     cost = RuntimeCost(handle_s=1e-5, swap_s=8e-5, record_s=1e-5)
     times = replace(profile.times, unserved_step_s=1.25 * profile.times.step_s)
-    slower = without_arena(replace(profile, times=times, runtime=cost))
+    slower = Problem.of(replace(profile, times=times, runtime=cost), has_arena=False).profile
     assert slower.times.step_s == times.unserved_step_s
     assert slower.runtime == cost

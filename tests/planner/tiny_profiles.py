@@ -11,10 +11,10 @@ import random
 from typing import Any
 
 from poochplan.formats.profile import Kind, Link, Profile
-from poochplan.formats.sources import with_sources
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable
+from poochplan.planner.simulator.sources import with_sources
 from tests.planner.random_profiles import Recorder, any_seconds, few_seconds, finished_with_a_random_link, link
 
 ATTEMPTS = 200
@@ -27,7 +27,7 @@ def tiny_profile(seed: int, lowest: int = 2, highest: int = 5) -> Profile:
         rng = random.Random(f"{seed}/{attempt}")
         is_plain = rng.random() < 0.7
         profile = _step(rng, rng.randint(lowest, highest), is_plain)
-        count = len(movable(build_problem(profile)))
+        count = len(movable(Problem.of(profile)))
         if lowest <= count <= highest and smallest_budget(profile) < profile.in_core_peak_bytes:
             return profile
     raise AssertionError(f"seed {seed} gives no profile with {lowest} to {highest} movable values")
@@ -40,10 +40,10 @@ def tiny_with_sources(seed: int) -> tuple[Profile, Problem, int]:
     for attempt in range(ATTEMPTS):
         profile = cast_profile(f"{seed}/{attempt}", 1 + attempt % 2)
         planned = with_sources(profile)
-        if planned is profile or len(movable(build_problem(planned))) > 5:
+        if planned is profile or len(movable(Problem.of(planned))) > 5:
             continue
         if smallest_budget(profile) < profile.in_core_peak_bytes:
-            return profile, build_problem(planned), tiny_budget(profile, seed)
+            return profile, Problem.of(planned), tiny_budget(profile, seed)
     raise AssertionError(f"seed {seed} gives no profile with sources and at most five movable values")
 
 
@@ -59,7 +59,7 @@ def tiny_budget(profile: Profile, seed: int) -> int:
 def tiny_instance(seed: int, lowest: int = 2, highest: int = 5) -> tuple[Profile, Problem, int]:
     """The step, its problem, and the budget."""
     profile = tiny_profile(seed, lowest, highest)
-    return profile, build_problem(profile), tiny_budget(profile, seed)
+    return profile, Problem.of(profile), tiny_budget(profile, seed)
 
 
 def _step(rng: random.Random, wanted: int, is_plain: bool) -> Profile:

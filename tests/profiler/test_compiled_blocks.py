@@ -15,7 +15,7 @@ from poochplan.formats.profile_parts import LEAST_PLACED_BYTES, rounded_up
 from poochplan.formats.queries import COMPILED_REGION
 from poochplan.planner.arena.packing import live_peak
 from poochplan.planner.arena.step_layout import blocks_of, taken_by
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from tests.runtime.nets import Net, taken
@@ -108,10 +108,10 @@ def test_compiled_code_of_inductor_has_the_blocks_that_it_takes() -> None:
 @needs_compiler
 def test_blocks_of_a_step_with_compiled_calls_are_never_more_than_the_simulator_s_bytes() -> None:
     profile, _ = _steps("aot_eager")
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     for seed in range(4):
-        schedule = schedule_of(random_plan(profile, seed, (1, 1, 0)), problem)
-        blocks = blocks_of(profile, problem, schedule)
+        schedule = schedule_of(random_plan(profile, seed, (1, 1, 0)))
+        blocks = blocks_of(problem, schedule)
         most_bytes = live_peak([one for one in (*blocks.before, *blocks.of_step) if one.size_bytes >= 64])
         assert 0.9 * simulate(problem, schedule).peak_bytes < most_bytes <= simulate(problem, schedule).peak_bytes
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.formats.sources import sources_of
 from poochplan.planner.planning import smallest_budget
+from poochplan.planner.simulator.sources import sources_of
 from poochplan.profiler.trials.compare import SOURCE_WRITTEN_LATE, WRITTEN_LATE
 from tests.runtime.nets import Case, Net, followed
 

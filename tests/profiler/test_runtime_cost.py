@@ -18,7 +18,7 @@ import torch
 import poochplan
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import RuntimeCost
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.profiler.assembly.assemble import runtime_notes
 from poochplan.profiler.capture.clock import DeviceClock
 from poochplan.profiler.live import own_costs
@@ -232,7 +232,7 @@ def test_a_step_behind_which_a_device_works_begins_when_that_is_idle(monkeypatch
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_every_other_value_of_the_small_network_is_replayed_and_none_falls_back() -> None:
     network = machine_facts._Network(6, 1, CPU)
-    replays = build_problem(network.profile).replay.replays
+    replays = Problem.of(network.profile).replay.replays
     replayed = [replays[value] for value, one in enumerate(network.every_other) if one is Decision.RECOMPUTE]
     assert sum(len(replay.ops) for replay in replayed if replay is not None) == network.replayed_op_count
     assert all(source % 2 == 0 for replay in replayed if replay is not None for source in replay.inputs)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from poochplan.formats.profile import Kind, Profile
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.profiler import profiling
 from poochplan.profiler.assembly.assemble import SWAPPED
 from poochplan.profiler.trials.compare import DIFFERS, parts_of
@@ -120,7 +120,7 @@ def test_verification_in_parts_replays_no_chain_of_values() -> None:
     model = nn.Sequential(*skips)
     batch = torch.randn(4, 8)
     profile = taken(lambda: model(batch).square().mean(), model)
-    replays = build_problem(profile).replay.replays
+    replays = Problem.of(profile).replay.replays
     part_of = parts_of(profile, 2)
 
     def brought_back(value: int) -> set[int]:

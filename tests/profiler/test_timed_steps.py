@@ -13,7 +13,8 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Memory, Profile
 from poochplan.planner.arena.packing import packed
 from poochplan.planner.arena.step_layout import kept_in_arena
-from poochplan.planner.whatif import as_followed, for_machine, without_arena
+from poochplan.planner.simulator.problem import Problem
+from poochplan.planner.whatif import for_machine
 from poochplan.profiler.profiling import with_plain_again
 from poochplan.report.timeline import draw_timeline, timeline_of
 from poochplan.runtime.arena.library import library
@@ -99,8 +100,8 @@ def test_a_plan_that_no_arena_serves_takes_as_much_longer_as_such_steps_do(profi
     served, without = (poochplan.plan(slower, "80%", evaluations=50, arena=arena) for arena in ("on", "off"))
     assert served.holds_arena
     assert not without.holds_arena
-    assert as_followed(slower, served) is slower
-    assert sum(op.duration_s for op in as_followed(slower, without).ops) == pytest.approx(
+    assert Problem.of(slower, served).profile is slower
+    assert sum(op.duration_s for op in Problem.of(slower, without).profile.ops) == pytest.approx(
         SLOWER * slower.times.step_s, rel=0.01
     )
     assert without.prediction.step_s >= 0.99 * SLOWER * slower.times.step_s
@@ -165,7 +166,7 @@ def test_a_step_that_swaps_is_timed_from_an_arena_and_not_by_pytorch_alone() -> 
 
 def test_a_step_that_was_never_served_is_what_it_was_timed_as(profile: Profile) -> None:
     ordinary = with_times(profile, unserved_step_s=None)
-    assert without_arena(ordinary) is ordinary
+    assert Problem.of(ordinary, has_arena=False).profile is ordinary
 
 
 @pytest.mark.parametrize(("alone_s", "again_s", "found_s"), [(2.5, 1.0, 1.0), (2.5, 3.0, 2.5), (1.2, 0.1, 1.2)])

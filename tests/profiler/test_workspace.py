@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import poochplan
 from poochplan.formats.profile import Kind, Memory, Phase, Profile
 from poochplan.planner.arena.step_layout import blocks_of
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from poochplan.profiler.capture import capture as capturing
@@ -231,16 +231,16 @@ def test_the_peak_before_two_checkpoints_is_the_metered_one_to_the_byte(weights:
     profile = CASE.profile()
     for seed in seeds(deep=5):
         plan = random_plan(profile, seed, weights)
-        problem = build_problem(profile)
-        predicted = simulate(problem, schedule_of(plan, problem)).peak_bytes
+        problem = Problem.of(profile)
+        predicted = simulate(problem, schedule_of(plan)).peak_bytes
         assert metered_peaks(CASE, plan)[1] == predicted
 
 
 @needs_compiler
 def test_a_stray_is_a_block_of_the_step_and_not_of_what_was_there_before() -> None:
     profile = CASE.profile()
-    problem = build_problem(profile)
-    blocks = blocks_of(profile, problem, schedule_of(random_plan(profile, 0, (1, 0, 0)), problem))
+    problem = Problem.of(profile)
+    blocks = blocks_of(problem, schedule_of(random_plan(profile, 0, (1, 0, 0))))
     states = sum(profile.values[number].size_bytes == STATE_BYTES for number in _strays_of(profile))
     assert sum(block.size_bytes == STATE_BYTES for block in blocks.by_ops) >= states >= 2
     assert not any(block.size_bytes == STATE_BYTES for block in blocks.before)
@@ -250,6 +250,6 @@ def test_a_stray_is_a_block_of_the_step_and_not_of_what_was_there_before() -> No
 def test_a_state_that_is_taken_before_a_forward_in_backward_lets_go_of_its_casts_is_in_the_predicted_peak() -> None:
     case = Case(_checkpoints_within_one)
     profile = case.profile()
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     plan = random_plan(profile, 0, (1, 0, 0))
-    assert metered_peaks(case, plan)[1] <= simulate(problem, schedule_of(plan, problem)).peak_bytes
+    assert metered_peaks(case, plan)[1] <= simulate(problem, schedule_of(plan)).peak_bytes

@@ -13,12 +13,12 @@ import msgspec
 
 from poochplan.formats.plan import Decision, Layout
 from poochplan.formats.profile_parts import LEAST_COUNTED_BYTES
-from poochplan.formats.sources import with_sources
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.search.optimise import Optimum
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import assemble
 from poochplan.planner.simulator.simulate import STYLES, try_style
+from poochplan.planner.simulator.sources import with_sources
 from poochplan.planner.writing import write_plan
 from tests.planner.plans import plan_with, random_decisions
 
@@ -50,8 +50,8 @@ def with_casts(program: Program) -> Program:
 def _held(program: Program) -> tuple[list[Run], list[Snapshot]]:
     """Random decisions about values and sources, each in a session of its own, on both devices."""
     profile, runs = with_sources(profile_of(program)), list[Run]()
-    given = PolicyInput.of(profile, 1 << 40)
-    problem = build_problem(profile)
+    given = PolicyInput(Problem.of(profile), 1 << 40)
+    problem = Problem.of(profile)
     for turn, (share, style) in enumerate(zip(SHARES, STYLES, strict=True)):
         wish = random_decisions(problem, 10 * program.seed + turn)
         found = try_style(problem, "random", wish, int(share * profile.in_core_peak_bytes), style)
@@ -94,7 +94,7 @@ def windowed_trial(program: Program) -> Outcome:
 
 def _windowed(program: Program) -> tuple[list[Run], list[Snapshot]]:
     profile, runs = profile_of(program), []
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     for turn, device in enumerate((UNMETERED, SERVED)):
         decisions = _some_recomputed(problem, 1000 * program.seed + turn)
         tried = Tried(f"windows {turn}", plan_with(profile, assemble(problem, decisions, {})), None, None)

@@ -16,7 +16,7 @@ import torch
 import poochplan
 from poochplan.formats.plan import Decision, Plan
 from poochplan.planner.planning import smallest_budget
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import schedule_of
 from poochplan.planner.simulator.simulate import simulate
 from poochplan.runtime.metering.census import leave_out, live
@@ -82,7 +82,7 @@ def prepared(program: Program) -> tuple[list[Tried], list[Snapshot]]:
     with quietly():
         profile = profile_of(program)
         weights = [WEIGHTS[0], *(WEIGHTS[1 + (program.seed + turn) % 4] for turn in (0, 1))]
-        problem = build_problem(profile)
+        problem = Problem.of(profile)
         plans = [_random(profile, problem, program.seed + index, some) for index, some in enumerate(weights)]
         smallest = smallest_budget(profile)
         budget_bytes = smallest + int(TIGHT * max(0, profile.in_core_peak_bytes - smallest))
@@ -99,7 +99,7 @@ def profile_of(program: Program) -> poochplan.Profile:
 
 def _random(profile: poochplan.Profile, problem: Problem, seed: int, weights: tuple[int, int, int]) -> Tried:
     plan = random_plan(profile, seed, weights)
-    schedule, name = schedule_of(plan, problem), "random {}/{}/{}".format(*weights)
+    schedule, name = schedule_of(plan), "random {}/{}/{}".format(*weights)
     if any(
         decision is Decision.RECOMPUTE and replay is None  # an input of it will be gone: swapped, with a fallback
         for decision, replay in zip(schedule.decisions, problem.replay.replays, strict=True)

@@ -18,11 +18,11 @@ import poochplan
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Decision, Plan, PlannedValue, PointActions, Prediction, Solve, SolveStatus
 from poochplan.formats.profile import LinkDirection, PointKind, Profile
-from poochplan.formats.sources import with_sources
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.search.optimise import Optimum
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import STYLES, Candidate, try_style
+from poochplan.planner.simulator.sources import with_sources
 from poochplan.planner.writing import with_decisions, write_plan
 from tests.runtime.nets import Case, as_bytes
 
@@ -157,13 +157,13 @@ def planned(
 ) -> tuple[Plan, Candidate]:
     profile = with_sources(case.profile())
     budget_bytes = int(budget_share * profile.in_core_peak_bytes)
-    found = try_style(build_problem(profile), "by hand", wish, budget_bytes, STYLES[style])
-    given = PolicyInput.of(profile, 1 << 40)
+    found = try_style(Problem.of(profile), "by hand", wish, budget_bytes, STYLES[style])
+    given = PolicyInput(Problem.of(profile), 1 << 40)
     return write_plan(given, Optimum(found, "by hand"), 0.0, is_laid_out=is_laid_out), found
 
 
 def problem_of(case: Case) -> Problem:
-    return build_problem(with_sources(case.profile()))
+    return Problem.of(case.profile(), has_sources=True)
 
 
 def held(problem: Problem, of_sources: Decision, others: Decision = KEEP) -> list[Decision]:

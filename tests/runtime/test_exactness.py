@@ -18,7 +18,7 @@ from poochplan.planner.policies import policy_names
 from poochplan.planner.search.allowance import Allowance
 from poochplan.planner.search.polish import polish
 from poochplan.planner.simulator.construct import fit
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule, assemble, points_of
 from poochplan.planner.simulator.simulate import simulate, try_decisions
 from tests.depth import seeds
@@ -88,7 +88,7 @@ KEEP, SWAP, RECOMPUTE = Decision.KEEP, Decision.SWAP, Decision.RECOMPUTE
 def tight(case: Case) -> tuple[Profile, Problem, int]:
     """The case's profile with a link that is waited for, and a budget near the smallest."""
     profile = msgspec.structs.replace(case.profile(), link=Link(name="slow", outward=SLOW, inward=SLOW))
-    return profile, build_problem(profile), budget_at(profile, 0.3)
+    return profile, Problem.of(profile), budget_at(profile, 0.3)
 
 
 def run_and_compare(case: Case, profile: Profile, problem: Problem, schedule: Schedule) -> None:

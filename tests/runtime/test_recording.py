@@ -17,7 +17,7 @@ from poochplan.formats.plan import Decision, Plan, PointActions
 from poochplan.formats.profile import Phase, PointKind, Profile
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.construct import fit
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule, assemble
 from poochplan.runtime.replays.replay import OFF, WRITTEN_SINCE, StorageRecord
 from poochplan.runtime.replays.tape import Recorder, Tape
@@ -81,7 +81,7 @@ def one_late_value(problem: Problem) -> Schedule:
 def test_a_plan_without_replays_hands_nothing_to_the_recorder(name: str, handed: list[str]) -> None:
     case = CASES[name]
     profile = case.profile()
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     swapped = [Decision.KEEP if reason else Decision.SWAP for reason in problem.must_keep]
     for decisions in ([Decision.KEEP] * problem.value_count, swapped):
         plan = plan_with(profile, fit(problem, decisions, smallest_budget(profile)))
@@ -95,7 +95,7 @@ def test_a_plan_without_replays_hands_nothing_to_the_recorder(name: str, handed:
 def test_the_recorder_is_handed_the_ops_of_the_planned_windows(name: str, handed: list[str]) -> None:
     case = CASES[name]
     profile = case.profile()
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     schedules = [one_late_value(problem)]
     schedules += [fit(problem, random_decisions(problem, seed), profile.in_core_peak_bytes) for seed in seeds(day=2)]
     for schedule in schedules:
@@ -174,7 +174,7 @@ def test_recording_that_is_to_begin_in_a_compiled_call_begins_behind_it() -> Non
     torch._dynamo.reset()
     case = Case(made)
     profile = case.profile()
-    plan = plan_with(profile, one_late_value(build_problem(profile)))
+    plan = plan_with(profile, one_late_value(Problem.of(profile)))
     behind = len(plan.values) - 2  # the last save of the compiled layer
     begins = PointActions(at="save", index=behind, record="on")
     schedule = (begins, *(one for one in plan.schedule if one.at == "use" or one.index > behind))

@@ -12,7 +12,7 @@ from torch import nn
 from poochplan.formats.plan import Decision
 from poochplan.planner.planning import smallest_budget
 from poochplan.planner.simulator.construct import fit
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule, assemble
 from poochplan.planner.simulator.simulate import simulate
 from poochplan.runtime.session import Session
@@ -57,7 +57,7 @@ def test_it_is_replayed_bitwise_at_the_bytes_simulated(name: str, running_on: st
         )
     skip_where_there_is_no_kernel(case)
     profile = case.profile()
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     everything = assemble(problem, all_that_may_be(problem), {})
     some = fit(
         problem,
@@ -108,7 +108,7 @@ def test_scaled_losses_under_autocast_step_and_skip_as_in_core(dtype: torch.dtyp
         return seen
 
     case = Case(lambda: (copy.deepcopy(initial), loss_of))
-    problem = build_problem(case.profile())
+    problem = Problem.of(case.profile())
     plan = plan_with(case.profile(), assemble(problem, all_that_may_be(problem), {}))
     assert either_way(case, plan, use).last_step.replayed_values > 4
     assert len(set(scales)) > 1 or dtype is torch.bfloat16  # a step overflowed and was skipped

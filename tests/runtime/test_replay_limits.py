@@ -15,7 +15,7 @@ from torch import nn
 import poochplan
 from poochplan.formats.plan import Decision, Plan, PointActions
 from poochplan.formats.profile import Profile
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import assemble
 from poochplan.profiler.trials.compare import DIFFERS
 from poochplan.runtime.run_report import FallbackKind, StepReport
@@ -279,7 +279,7 @@ def test_a_write_that_no_counter_tells_of_is_recorded() -> None:
         return grown.sum() + (left.sum() + right.sum())
 
     def recomputing_the_exponential(profile: Profile) -> Plan:
-        problem = build_problem(profile)
+        problem = Problem.of(profile)
         decisions = [Decision.RECOMPUTE if "exp" in name else Decision.KEEP for name in problem.names]
         assert Decision.RECOMPUTE in decisions
         return plan_with(profile, assemble(problem, decisions, {}))

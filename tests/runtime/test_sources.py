@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import poochplan
-from poochplan.formats import sources
 from poochplan.formats.plan import Decision
-from poochplan.formats.sources import sources_of
+from poochplan.planner.simulator import sources
+from poochplan.planner.simulator.sources import sources_of
 from poochplan.torch_private import tensor_internals
 from tests.depth import seeds
 from tests.live_bytes import LiveBytes

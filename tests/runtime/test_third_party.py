@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from poochplan.formats.plan import Decision
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import simulate
 from tests.depth import seeds
 from tests.planner.plans import plan_with
@@ -16,7 +16,7 @@ from tests.runtime.third_party_networks import NETWORKS, QUICK, random_schedule
 def follow_random_plans(case: Case, plans: range) -> set[Decision]:
     """Trains under a random plan of each seed; the decisions that the plans made."""
     profile = case.profile()
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     made: set[Decision] = set()
     for seed in plans:
         schedule = random_schedule(profile, problem, seed)

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import poochplan
 from poochplan.formats.plan import Plan
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.tensors.modes import ToggledMode
 from tests.planner.plans import plan_with
 from tests.runtime.nets import CASES, LINK, Case, Loop, equal, followed, in_core, of, train
@@ -32,7 +32,7 @@ PLANS: dict[str, Callable[[Case], Plan]] = {
     "mixed": lambda case: random_plan(case.profile(), 0, (1, 2, 2)),
     "swap": lambda case: random_plan(case.profile(), 0, (0, 1, 0)),
     "replay": lambda case: random_plan(case.profile(), 0, (0, 0, 1)),
-    "late": lambda case: plan_with(case.profile(), one_late_value(build_problem(case.profile()))),
+    "late": lambda case: plan_with(case.profile(), one_late_value(Problem.of(case.profile()))),
 }
 """In the last one recording begins in the middle of forward."""
 SPANS = {

@@ -15,6 +15,7 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Profile
 from poochplan.peak import explain_peak, simulate_plan
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import Simulation
 from poochplan.report import tables
 from poochplan.report.differences import differences
@@ -155,7 +156,7 @@ pooch simulate profile.json plan.json --json | jq .layers
                 f"PLAN: expected one for the machine of {options.profile}, found one for another "
                 f"({'; '.join(elsewhere)}); pooch show has its figures, and pooch plan --timeline draws it"
             )
-        simulation = simulate_plan(profile, plan)
+        simulation = simulate_plan(Problem.of(profile, plan), plan)
         self.show(tables.summary_table(f"Predicted step of {plan.workload}", _simulated_rows(plan, simulation)))
         layers = tables.overhead_by_layer(profile, plan)
         costly = layers[layers["overhead_s"] > 0].head(MOST_COSTLY)

@@ -20,7 +20,7 @@ from poochplan.planner.arena.step_layout import Laid, kept_in_arena
 from poochplan.planner.planning import in_arena, plan, share_that_holds, smallest_budget
 from poochplan.planner.search.allowance import Progress
 from poochplan.planner.sweep import Solving, SweepPoint, all_policies, compare_policies, default_budgets, sweep
-from poochplan.planner.whatif import for_machine, shared
+from poochplan.planner.whatif import for_machine
 from poochplan.report.frontier import Frontier, draw_frontier, frontier_frame, frontier_of, frontier_table, policy_table
 from poochplan.report.palette import write_picture
 from poochplan.report.pictures import draw_decisions
@@ -95,7 +95,6 @@ pooch plan profile.json --budget 0.45 --solver PULP_CBC_CMD --time-limit 300 --j
         assert budget_bytes is not None, "one of the three is given"
         made = self._made(profile, budget_bytes)
         made.save(path, force=options.force)
-        profile = shared(profile, options.ranks_per_host)
         kept = None
         if made.device == "cpu" and in_arena(profile, options.arena):  # a runtime may serve the plan from an arena
             with self.progress("laying out the step with everything kept"):

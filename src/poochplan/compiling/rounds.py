@@ -16,7 +16,6 @@ from poochplan.errors import InfeasibleError, StepError
 from poochplan.formats.plan import Decision, Plan, Prediction
 from poochplan.formats.profile import Link, Phase, Profile
 from poochplan.formats.queries import saved_values
-from poochplan.formats.sources import as_planned
 from poochplan.planner.planning import plan as planned
 from poochplan.profiler.profiling import profile as profiled
 from poochplan.profiler.step.forward_only import checked_loss
@@ -229,7 +228,7 @@ def as_measured(graphs: Profile, measured: Profile) -> Profile:
 
 def recomputed_nodes(profile: Profile, plan: Plan) -> tuple[str, ...]:
     """The nodes, as ``graph/node``, whose saved tensors the plan recomputes; sorted."""
-    saves = saved_values(as_planned(profile, plan))
+    saves = saved_values(profile)  # a profile with nodes has no sources
     nodes = (
         node
         for number, planned in zip(saves, plan.values, strict=True)

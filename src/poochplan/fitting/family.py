@@ -136,35 +136,31 @@ class Machine:
         return self.roofline is None and self.link in (None, MEASURED) and self.compute_scale in (None, 1)
 
 
-def bytes_alone(family: Family, machine: Machine, say: ProgressCallback) -> Take:
-    """Profiles without memory by a roofline. If it is not that of the machine, only their bytes are meaningful."""
-    roofline = machine.roofline or BYTES_ALONE
-    return lambda value: _profiled(family, value, machine, say, "without memory", mode="fake", roofline=roofline)
-
-
-def with_times(family: Family, machine: Machine, say: ProgressCallback) -> Take:
-    """Profiles that decide: of steps that run here, in-core if that fits this machine's memory, otherwise swapping; for
-    another machine without memory, each distinct op run by itself on this one.
+def profiles(family: Family, machine: Machine, say: ProgressCallback, *, bytes_alone: bool = False) -> Take:
+    """Profiles of values. With ``bytes_alone`` by a roofline and without memory: if it is not that of the machine, only
+    their bytes are meaningful. Otherwise of steps that run here, in-core if that fits this machine's memory, else
+    swapping; for another machine without memory, each distinct op run by itself on this one.
     """
-    if machine.is_here:
-        how: dict[str, Any] = {"mode": "auto", "iterations": ITERATIONS, "spill_dir": machine.spill_dir}
-        return lambda value: _profiled(family, value, machine, say, "real steps", **how)
-    what = "without memory, each op timed by itself"
-    return lambda value: _profiled(family, value, machine, say, what, mode="fake")
+    what, how = "without memory, each op timed by itself", dict[str, Any](mode="fake")
+    if bytes_alone:
+        what, how["roofline"] = "without memory", machine.roofline or BYTES_ALONE
+    elif machine.is_here:
+        what, how = "real steps", {"mode": "auto", "iterations": ITERATIONS, "spill_dir": machine.spill_dir}
+    is_fake = how["mode"] == "fake"
 
+    def take(value: int) -> Profile:
+        say(f"{family.parameter} {value}, {what}")
+        with building() if is_fake else contextlib.nullcontext():
+            workload = family.workload(value)
+        where = checked_device(workload.model, None, None, 0)
+        # Measured once for this machine; a roofline has its own.
+        link = None if bytes_alone else cached_link(where, machine.spill_dir)[0]
+        found = profile(
+            workload.step, model=workload.model, optimizer=workload.optimizer, link=link, workload=family.name, **how
+        )
+        return for_machine(found, link=machine.link, compute_scale=machine.compute_scale) if is_fake else found
 
-def _profiled(
-    family: Family, value: int, machine: Machine, say: ProgressCallback, what: str, *, mode: str, **how: Any
-) -> Profile:
-    say(f"{family.parameter} {value}, {what}")
-    with building() if mode == "fake" else contextlib.nullcontext():
-        workload = family.workload(value)
-    where = checked_device(workload.model, None, None, 0)
-    # Measured once for this machine; a roofline has its own.
-    link = None if how.get("roofline") else cached_link(where, machine.spill_dir)[0]
-    how |= {"mode": mode, "link": link, "workload": family.name}
-    found = profile(workload.step, model=workload.model, optimizer=workload.optimizer, **how)
-    return for_machine(found, link=machine.link, compute_scale=machine.compute_scale) if mode == "fake" else found
+    return take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,36 +173,29 @@ class Trial:
     """Whether each step stayed within the budget."""
     is_bitwise: bool | None
     """Whether losses, gradients, buffers and parameters equal those of in-core steps; None if in-core does not fit."""
-    difference: str | None = None
+    difference: str | None
     """The first tensor that differs."""
 
 
 def tried(
-    family: Family,
-    value: int,
-    made: Plan,
-    steps: int,
-    in_core: bool,
-    spill_dir: str | None,
-    say: ProgressCallback,
+    family: Family, value: int, made: Plan, steps: int, in_core: bool, spill_dir: str | None, say: ProgressCallback
 ) -> Trial:
     """Runs steps under the plan and, with ``in_core``, the same ones without it; raises what ``apply`` raises."""
-    build = partial(family.workload, value)
     say(f"{family.parameter} {value}, {steps} steps under its plan")
-    difference = None
-    shared: dict[str, Any] = {"steps": steps, "timed_steps": 0, "seed": family.seed, "spill_dir": spill_dir}
-    if in_core:
-        compared = verify.check(build, made, **shared)
-        run, difference = compared.planned, compared.difference
-    else:
-        run = verify.run_planned(build, made, record=False, **shared)
-    taken = [step.reserved_bytes if made.on == "reserved" else step.peak_bytes for step in run.step_reports]
-    peaks = [one for one in taken if one is not None]
+    build = partial(family.workload, value)
+    how: dict[str, Any] = {"steps": steps, "timed_steps": 0, "seed": family.seed, "spill_dir": spill_dir}
+    compared = verify.check(build, made, **how) if in_core else None
+    run = verify.run_planned(build, made, record=False, **how) if compared is None else compared.planned
+    taken = (step.reserved_bytes if made.on == "reserved" else step.peak_bytes for step in run.step_reports)
+    peak_bytes = max((one for one in taken if one is not None), default=None)
+    difference = None if compared is None else compared.difference
+    is_bitwise = None if compared is None else difference is None
+    is_within = (peak_bytes or 0) <= made.budget_bytes
     return Trial(
         value=value,
         steps=steps,
-        peak_bytes=max(peaks, default=None),
-        is_within=max(peaks, default=0) <= made.budget_bytes,
-        is_bitwise=difference is None if in_core else None,
+        peak_bytes=peak_bytes,
+        is_within=is_within,
+        is_bitwise=is_bitwise,
         difference=difference,
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,12 @@ from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.profiler.request import ProgressCallback
 from poochplan.units import format_bytes, parse_bytes
 
-from .family import Family, Machine, Target, Trial, bytes_alone, family_of, tried, with_times
-from .largest import NEIGHBOURS, Found, Gait, aimed, largest
-from .probes import Probes, Rung, bytes_of, ladder_values, rung_at
+from .family import Machine, Target, Trial, family_of, profiles, tried
+from .largest import NEIGHBOURS, Found, largest
+from .probes import Probes, Rung, ladder_values
 
 MOST_DOUBLINGS = 20
 """Without an upper end the search stops at this many doublings of its first value."""
-Fits = Callable[[Probes, int], bool | None]
-SizeOf = Callable[[Probes, int], int | None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,9 +89,9 @@ def fit(
 ) -> Fit:
     """The largest value of one whole-number parameter with which a workload trains in a given memory.
 
-    Profiles without memory tell what each value takes. Doubling and bisection find the value. The next few are then
-    tried one by one, because not every parameter is monotonic. Without ``roofline``, ``link`` and ``compute_scale``
-    the machine is this one: real profiles then decide, and some steps of the value run under its plan.
+    Profiles without memory tell what each value takes. Lines through these sizes, and bisection, find the value. The
+    next few are then tried one by one, because not every parameter is monotonic. Without ``roofline``, ``link`` and
+    ``compute_scale`` the machine is this one: real profiles then decide, and steps of the value run under its plan.
 
     Parameters
     ----------
@@ -122,23 +120,28 @@ def fit(
     InfeasibleError
         The smallest value does not fit, even with its smallest possible peak.
     """
-    machine, memory_bytes, margin_bytes = _machine(device_memory, margin, roofline, link, compute_scale, spill_dir)
+    memory_bytes, margin_bytes = _memory(device_memory, margin, roofline)
+    machine = Machine(memory_bytes - margin_bytes, roofline, link, compute_scale, spill_dir)
     if low < 1 or (high is not None and high < low):
         raise UsageError(f"range: expected values from 1 up, found {low} to {high}; name a smaller first one")
-    family = family_of(workload, vary, settings, seed)
+    family, say = family_of(workload, vary, settings, seed), progress or (lambda _: None)
     limits = {"time_limit_s": time_limit_s, "gap": gap, "evaluations": evaluations}
-    search = _Search(family, machine, limits, max_overhead, low, high, progress or (lambda _: None))
-    found, judge, is_here = search.run(), search.judge, machine.is_here
-    assert found.value is not None
-    trial = None
-    if is_here and steps:
-        in_core = judge.profile(found.value).mode == "run"
-        trial = tried(family, found.value, judge.plan(found.value), steps, in_core, spill_dir, search.say)
-    values = ladder_values(search.in_core, found.value, min(search.start, found.value))
-    taken = [value for value in values if judge.has_plan(value) is not None]
-    rungs = tuple(rung_at(family, value, judge, is_measured=is_here) for value in taken)
-    after = found.following
+    quick = Probes(family, profiles(family, machine, say, bytes_alone=True), machine.budget_bytes, limits, max_overhead)
+    start = max(low, family.own or low) if high is None else min(max(low, family.own or low), high)
+    judge = quick
+    if not machine.roofline:
+        is_quick = not machine.is_here or family.where(start).type == "cpu"
+        judge = replace(quick, take=profiles(family, machine, say), exists=quick.smallest if is_quick else None)
+        quick = quick if is_quick else judge
+    found, in_core = _searched(quick, judge, machine, start, low, start << MOST_DOUBLINGS if high is None else high)
+    value, rung_of = found.value, partial(judge.rung, is_measured=machine.is_here)
+    assert value is not None, "an error was raised"
+    ladder = ladder_values(in_core, value, min(start, value))
+    rungs = tuple(rung_of(one) for one in ladder if judge.smallest(one) is not None)
     rates = [(rung.items_per_s, rung.value) for rung in rungs if rung.items_per_s is not None and rung.fits]
+    made, taken, trial = judge.plan(value), judge.profile(value), None
+    if machine.is_here and steps:
+        trial = tried(family, value, made, steps, taken.mode == "run", spill_dir, say)
     return Fit(
         workload=family.name,
         parameter=vary,
@@ -147,138 +150,86 @@ def fit(
         memory_bytes=memory_bytes,
         margin_bytes=margin_bytes,
         most_overhead=max_overhead,
-        value=found.value,
-        in_core_value=search.in_core,
-        following=None if after is None else bytes_of(after, judge, is_measured=is_here),
+        value=value,
+        in_core_value=in_core,
+        following=None if found.following is None else rung_of(found.following),
         best=max(rates)[1] if rates and family.is_comparable else None,
         rungs=rungs,
-        plan=judge.plan(found.value),
-        profile=judge.profile(found.value),
+        plan=made,
+        profile=taken,
         trial=trial,
-        notes=tuple(search.notes(found)),
+        notes=tuple(_notes(quick, found, high)),
     )
 
 
-class _Search:
-    """One search. State: the profiles and plans that were made, and the largest in-core value."""
+def _searched(
+    quick: Probes, judge: Probes, machine: Machine, start: int, low: int, high: int
+) -> tuple[Found, int | None]:
+    """The largest value that fits, and the largest that does in-core, if any. Profiles that decide here begin from what
+    the quick ones find, because they may know more bytes, such as memory inside ops.
 
-    def __init__(
-        self,
-        family: Family,
-        machine: Machine,
-        limits: Mapping[str, Any],
-        most_overhead: float | None,
-        low: int,
-        high: int | None,
-        say: ProgressCallback,
-    ) -> None:
-        self.family, self.machine, self.say, self.most_overhead = family, machine, say, most_overhead
-        self.start = max(low, family.own or low) if high is None else min(max(low, family.own or low), high)
-        self.low, self.high = low, self.start << MOST_DOUBLINGS if high is None else high
-        self.is_open = high is None
-        budget_bytes = machine.budget_bytes
-        self.quick = Probes(bytes_alone(family, machine, say), budget_bytes, limits, most_overhead)
-        self.judge = self.quick
-        """The profiles that decide: those of real steps, of another machine's times, or of its roofline."""
-        if not machine.roofline:
-            take, exists = with_times(family, machine, say), lambda value: self.quick.has_plan(value) is not None
-            is_quick = not machine.is_here or family.where(self.start).type == "cpu"
-            self.judge = Probes(take, budget_bytes, limits, most_overhead, exists=exists if is_quick else None)
-            self.quick = self.quick if is_quick else self.judge
-        self.in_core: int | None = None
+    Raises ``InfeasibleError`` if the smallest value does not fit, and what the first value raises.
+    """
 
-    def run(self) -> Found:
-        """The value by profiles without memory. If the machine is this one, profiles of real steps then decide.
-
-        Raises ``InfeasibleError`` if the smallest value does not fit, and what the first value raises.
-        """
-        self.quick.least_bytes(self.start)
-        found = self._largest(Probes.has_plan, Probes.smallest, self.high, NEIGHBOURS)
-        if found.value is None:
-            raise self._infeasible(found)
-        self.in_core = self._largest(Probes.in_core, Probes.in_core_peak, found.value, 1).value
-        if self.judge.is_searched(found.value):
-            first = min(self.in_core or self.start, found.value)
-            found = largest(self.judge.fits, first, self.low, found.value)
-            if found.value is None:
-                raise self._infeasible(found)
-        return found
-
-    def _largest(self, fits: Fits, size_bytes: SizeOf, high: int, neighbours: int) -> Found:
-        """The largest value that fits. The quick profiles search from where the bytes of a few values suggest; the
-        deciding profiles continue from their result, because they may know more bytes, such as memory inside ops.
-        """
-        budget_bytes, quick, judge = self.machine.budget_bytes, self.quick, self.judge
-        guess = aimed(partial(size_bytes, quick), budget_bytes, min(self.start, high), self.low, high)
-        found = largest(partial(fits, quick), guess, self.low, high, Gait.STEP, neighbours)
-        if judge is quick or found.value is None or not self.machine.is_here:
+    def search(size: Callable[[Probes, int], int | None], high: int, neighbours: int) -> Found:
+        limit = machine.budget_bytes
+        found = largest(partial(size, quick), limit, min(start, high), low, high, neighbours)
+        if judge is quick or found.value is None or not machine.is_here:
             return found
-        known, told = size_bytes(judge, found.value), size_bytes(quick, found.value)
-        guess = found.value
-        if known is not None and told and known > budget_bytes:
-            more = known / told
+        return largest(partial(size, judge), limit, found.value, low, high, 1)
 
-            def expected(value: int) -> int | None:
-                size = size_bytes(quick, value)
-                return None if size is None else int(size * more)
+    quick.least_bytes(start)
+    found, in_core = search(Probes.smallest, high, NEIGHBOURS), None
+    if found.value is not None:
+        in_core = search(Probes.in_core, found.value, 1).value
+        if judge.is_searched(found.value):
+            found = largest(judge.side, 0, min(in_core or start, found.value), low, found.value)
+    if found.value is None:
+        raise _infeasible(judge, found.following or start)
+    return found, in_core
 
-            guess = aimed(expected, budget_bytes, guess, self.low, guess)
-        return largest(partial(fits, judge), guess, self.low, high, Gait.STEP, 1)
 
-    def _infeasible(self, found: Found) -> InfeasibleError:
-        """The error if nothing fits: the memory of the smallest value."""
-        probes = self.judge
-        smallest = found.following if found.following is not None else self.start
-        name, peak_bytes = f"{self.family.parameter} {smallest}", probes.least_bytes(smallest)
-        budget = f"{probes.budget_bytes} bytes ({format_bytes(probes.budget_bytes)})"
-        if peak_bytes <= probes.budget_bytes < probes.plan(smallest).covered_bytes:
-            least_bytes = probes.plan(smallest).covered_bytes
-            return InfeasibleError(
-                f"no {name} was found within {budget} of reserved bytes: the fewest that were found are {least_bytes} "
-                f"bytes ({format_bytes(least_bytes)}); name more memory, or make the workload smaller elsewhere",
-                smallest_budget_bytes=least_bytes,
-            )
-        if peak_bytes <= probes.budget_bytes and self.most_overhead is not None:
-            least = probes.plan(smallest).prediction.overhead
-            return InfeasibleError(
-                f"no {self.family.parameter} has a plan within {budget} at an overhead of at most "
-                f"{self.most_overhead:.1%}: the smallest, {smallest}, takes {least:+.1%}; allow more overhead, or name "
-                "more memory",
-                smallest_budget_bytes=peak_bytes,
-            )
-        return InfeasibleError(
-            f"no {self.family.parameter} fits {budget}: expected at least {peak_bytes} bytes "
-            f"({format_bytes(peak_bytes)}), the smallest possible peak of {name}; name more memory, or make the "
-            "workload smaller elsewhere",
-            smallest_budget_bytes=peak_bytes,
+def _infeasible(judge: Probes, smallest: int) -> InfeasibleError:
+    """The error if nothing fits: the memory of the smallest value."""
+    parameter, budget_bytes, least_bytes = judge.family.parameter, judge.budget_bytes, judge.least_bytes(smallest)
+    budget = f"{budget_bytes} bytes ({format_bytes(budget_bytes)})"
+    text = (
+        f"no {parameter} fits {budget}: expected at least {least_bytes} bytes ({format_bytes(least_bytes)}), the "
+        f"smallest possible peak of {parameter} {smallest}; name more memory, or make the workload smaller elsewhere"
+    )
+    made = judge.plan(smallest) if least_bytes <= budget_bytes else None
+    if made is not None and made.covered_bytes > budget_bytes:
+        least_bytes = made.covered_bytes
+        text = (
+            f"no {parameter} {smallest} was found within {budget} of reserved bytes: the fewest that were found are "
+            f"{least_bytes} bytes ({format_bytes(least_bytes)}); name more memory, or make the workload smaller "
+            "elsewhere"
         )
-
-    def notes(self, found: Found) -> list[str]:
-        name, lines = self.family.parameter, []
-        if found.misfits:
-            misfits = ", ".join(map(str, found.misfits))
-            lines.append(f"{name} is not monotonic: {misfits} do not fit, and {found.value} does")
-        if found.following is None and found.value is not None:
-            refused = {value: error for value, error in self.quick.refusals.items() if value > found.value}
-            if refused:
-                first = min(refused)
-                lines.append(f"the workload takes no {name} of {first}: {named_line(refused[first])}")
-            elif self.is_open:
-                lines.append(f"every {name} up to {found.value} fits; larger ones were not asked for")
-            else:
-                lines.append(f"the range ends at {self.high}: larger ones were not tried, and may fit too")
-        return lines
+    elif made is not None and judge.most_overhead is not None:
+        text = (
+            f"no {parameter} has a plan within {budget} at an overhead of at most {judge.most_overhead:.1%}: the "
+            f"smallest, {smallest}, takes {made.prediction.overhead:+.1%}; allow more overhead, or name more memory"
+        )
+    return InfeasibleError(text, smallest_budget_bytes=least_bytes)
 
 
-def _machine(
-    device_memory: str | int | None,
-    margin: str | int,
-    roofline: str | None,
-    link: str | float | None,
-    compute_scale: float | None,
-    spill_dir: str | None,
-) -> tuple[Machine, int, int]:
-    """The machine, and bytes of its memory and of the margin; raises ``UsageError``."""
+def _notes(quick: Probes, found: Found, high: int | None) -> Iterator[str]:
+    name, value = quick.family.parameter, found.value or 0
+    if found.misfits:
+        yield f"{name} is not monotonic: {', '.join(map(str, found.misfits))} do not fit, and {value} does"
+    if found.following is not None:
+        return
+    refused = min((one for one in quick.refusals if one > value), default=None)
+    if refused is not None:
+        yield f"the workload takes no {name} of {refused}: {named_line(quick.refusals[refused])}"
+    elif high is None:
+        yield f"every {name} up to {value} fits; larger ones were not asked for"
+    else:
+        yield f"the range ends at {high}: larger ones were not tried, and may fit too"
+
+
+def _memory(device_memory: str | int | None, margin: str | int, roofline: str | None) -> tuple[int, int]:
+    """Bytes of the machine's memory and of the margin; raises ``UsageError``."""
     known_bytes = 0 if roofline is None else parse_roofline(roofline).memory_bytes
     if device_memory is None and not known_bytes:
         raise UsageError("device memory: expected a size such as 16GiB, found none; name it")
@@ -289,4 +240,4 @@ def _machine(
             f"device memory: expected more than the margin of {format_bytes(margin_bytes)}, found "
             f"{format_bytes(memory_bytes)}; name more memory, or a smaller margin"
         )
-    return Machine(memory_bytes - margin_bytes, roofline, link, compute_scale, spill_dir), memory_bytes, margin_bytes
+    return memory_bytes, margin_bytes

@@ -1,44 +1,25 @@
-"""The largest whole number with a property, found in few questions: a search that knows no workload.
+"""The largest whole number of at most some size, found in few questions: a search that knows no workload.
 
-The number grows until the answer is no, and the interval is then halved. Finally the neighbours are tried one by one,
-because the property need not be monotonic. The answer may also be that a value does not exist (an image size that is no
-multiple of 16); then the nearest value that exists is tried instead.
+Each number that is asked for is where the line through the sizes of the last two meets the limit. Every fourth halves
+the interval instead, for sizes that are no line or are only known to fit or not. Finally the neighbours are tried one
+by one, because sizes need not be monotonic. A number may also have no size (an image size that is no multiple of 16);
+then the nearest one that has a size is asked for instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 NEIGHBOURS = 3
 """This many values above the one found are tried, each separately."""
 SCAN = 64
 """If a value does not exist, one that does is looked for within this distance on either side."""
 
-LOOKS = 3
-"""Most values that are tried besides the first."""
-
-Answer = Callable[[int], bool | None]
-"""Whether a value fits; None if the value does not exist."""
-Size = Callable[[int], int | None]
-"""Bytes of a value; None if the value does not exist."""
-
-
-class Gait(StrEnum):
-    """How a search moves away from its first value: by factors, or, from a good guess, by steps of one value, two,
-    four.
-    """
-
-    DOUBLE = "double"
-    STEP = "step"
-
-    def at(self, start: int, count: int, upward: bool) -> int:
-        """The value after ``count`` strides from ``start``, at least 0."""
-        if self is Gait.DOUBLE:
-            return start << count if upward else start >> count
-        far = (1 << count) - 1
-        return start + far if upward else max(0, start - far)
+Size = Callable[[int], float | None]
+"""The size of a value, infinite or minus infinite if only its side of the limit is known; None if the value does not
+exist."""
 
 
 @dataclass(frozen=True)
@@ -48,89 +29,62 @@ class Found:
     following: int | None
     """The smallest value above it that was tried and does not fit; None if the range ends before."""
     misfits: tuple[int, ...]
-    """Smaller values that do not fit. If there are any, the property is not monotonic."""
-    answers: Mapping[int, bool | None]
-    """All answers."""
+    """Smaller values that do not fit. If there are any, sizes are not monotonic."""
 
 
-def largest(
-    fits: Answer, start: int, low: int, high: int, gait: Gait = Gait.DOUBLE, neighbours: int = NEIGHBOURS
-) -> Found:
-    """The largest value from ``low`` to ``high`` that fits, found from ``start``.
+def largest(size: Size, limit: float, start: int, low: int, high: int, neighbours: int = NEIGHBOURS) -> Found:
+    """The largest value from ``low`` to ``high`` whose size is at most ``limit``, found from ``start``.
 
-    If the property is monotonic, it is the largest there is. Otherwise it fits, and the next ``neighbours`` existing
-    values do not. Values that do not exist must lie less than :data:`SCAN` from one that does; otherwise they count as
-    the end of the range. No value is tried twice.
+    If sizes are monotonic, it is the largest there is. Otherwise it fits, and the next ``neighbours`` existing values
+    do not. Values that do not exist must lie less than :data:`SCAN` from one that does; otherwise they count as the end
+    of the range. No value is asked for twice.
     """
-    asked = _Asked(fits, low, high)
-    start = min(max(start, low), high)
-    existing = asked.existing(_around(start, low - 1, high + 1))
-    start = start if existing is None else existing
-    below, above = _bracket(asked, start, gait)
-    if above is not None:
-        below = _halved(asked, below, above)
+    asked = _Asked(size, limit)
+    below, above, guess, turn = low - 1, high + 1, min(max(start, low), high), 0
+    while above - below > 1:
+        guess = min(max(guess, below + 1), above - 1)
+        value = next((one for one in _around(guess, below, above) if asked(one) is not None), None)
+        if value is not None and asked(value):
+            below = value
+        else:
+            above = guess if value is None else value
+        turn += 1
+        aim = None if turn % 4 == 0 else asked.aim()
+        if aim is None:
+            aim = above // 2 if below < low else 2 * below if above > high else (below + above) // 2
+        guess = aim
     if below >= low:
-        below = _past_neighbours(asked, below, neighbours)
-    return asked.found(below if below >= low else None)
+        below = _past_neighbours(asked, below, high, neighbours)
+    misfits = sorted(one for one in asked.sizes if asked(one) is False)
+    following = next((one for one in misfits if one > below), None)
+    return Found(below if below >= low else None, following, tuple(one for one in misfits if low <= one < below))
 
 
 class _Asked:
-    """The questions of one search and their answers; state: ``answers``."""
+    """The questions of one search; state: the sizes by value, in the order of asking."""
 
-    def __init__(self, fits: Answer, low: int, high: int) -> None:
-        self._fits = fits
-        self.low, self.high = low, high
-        self.answers: dict[int, bool | None] = {}
+    def __init__(self, size: Size, limit: float) -> None:
+        self._size, self._limit = size, limit
+        self.sizes: dict[int, float | None] = {}
 
     def __call__(self, value: int) -> bool | None:
-        if value not in self.answers:
-            self.answers[value] = self._fits(value)
-        return self.answers[value]
+        if value not in self.sizes:
+            self.sizes[value] = self._size(value)
+        size = self.sizes[value]
+        return None if size is None else size <= self._limit
 
-    def existing(self, values: Iterator[int]) -> int | None:
-        """The first of the values that exists; None if none of them does."""
-        return next((value for value in values if self(value) is not None), None)
-
-    def found(self, value: int | None) -> Found:
-        larger = [x for x, fits in self.answers.items() if fits is False and (value is None or x > value)]
-        smaller = [x for x, fits in self.answers.items() if fits is False and value is not None and x < value]
-        return Found(value, min(larger, default=None), tuple(sorted(smaller)), self.answers)
-
-
-def _bracket(asked: _Asked, start: int, gait: Gait) -> tuple[int, int | None]:
-    """A value that fits, or the one before the range, and a larger one that does not fit or exist; None if there is no
-    larger one.
-    """
-    if asked(start):
-        below, count = start, 1
-        while below < asked.high:
-            beyond = max(below + 1, min(asked.high, gait.at(start, count, upward=True)))
-            if not asked(beyond):
-                return below, beyond
-            below, count = beyond, count + 1
-        return below, None
-    above, nearer, count = start, start, 1
-    while nearer > asked.low:
-        nearer = min(nearer - 1, max(asked.low, gait.at(start, count, upward=False)))
-        if asked(nearer):
-            return nearer, above
-        above = nearer if asked(nearer) is False else above
-        count += 1
-    return asked.low - 1, above
-
-
-def _halved(asked: _Asked, below: int, above: int) -> int:
-    """The largest value between the two that fits, for a monotonic property; ``below`` if none does."""
-    while above - below > 1:
-        middle = (below + above) // 2
-        value = asked.existing(_around(middle, below, above))
-        if value is None:
-            above = middle
-        elif asked(value):
-            below = value
-        else:
-            above = value
-    return below
+    def aim(self) -> int | None:
+        """Where sizes reach the limit, by the last two; of one alone, at most twice or half the value. None if these
+        tell nothing.
+        """
+        known = [(value, size) for value, size in self.sizes.items() if size is not None and math.isfinite(size)]
+        if not known:
+            return None
+        last, size = known[-1]
+        if len(known) == 1:
+            return int(min(2.0 * last, max(last / 2, last * self._limit / size))) if size > 0 else 2 * last
+        growth = (size - known[-2][1]) / (last - known[-2][0])
+        return math.floor(last + (self._limit - size) / growth) if growth > 0 else None
 
 
 def _around(middle: int, below: int, above: int) -> Iterator[int]:
@@ -141,10 +95,10 @@ def _around(middle: int, below: int, above: int) -> Iterator[int]:
                 yield value
 
 
-def _past_neighbours(asked: _Asked, below: int, neighbours: int) -> int:
+def _past_neighbours(asked: _Asked, below: int, high: int, neighbours: int) -> int:
     """The value, or a larger one that fits, whose next neighbours do not."""
     misses, refused, value = 0, 0, below
-    while misses < neighbours and refused < SCAN and value < asked.high:
+    while misses < neighbours and refused < SCAN and value < high:
         value += 1
         fits = asked(value)
         if fits:
@@ -154,30 +108,3 @@ def _past_neighbours(asked: _Asked, below: int, neighbours: int) -> int:
         else:
             misses, refused = misses + 1, 0
     return below
-
-
-def aimed(size_bytes: Size, limit_bytes: int, start: int, low: int, high: int) -> int:
-    """A value from ``low`` to ``high`` of about ``limit_bytes``, by secants through sizes from ``start``.
-
-    If sizes are a constant plus a multiple of the value, it is the largest that fits. Otherwise it is a guess.
-    """
-    size = size_bytes(start)
-    if size is None:
-        return start
-    known = [(start, size)]
-    value = _within(2 * start if size <= limit_bytes else start // 2, low, high)
-    for _ in range(LOOKS):
-        size = size_bytes(value)
-        if size is None or value in (other for other, _ in known):
-            break
-        known.append((value, size))
-        (first, first_bytes), (last, last_bytes) = known[-2:]
-        growth = (last_bytes - first_bytes) / (last - first)
-        if growth <= 0:
-            break
-        value = _within(int(last + (limit_bytes - last_bytes) // growth), low, high)
-    return value
-
-
-def _within(value: int, low: int, high: int) -> int:
-    return max(low, min(high, value))

@@ -63,15 +63,6 @@ def writers_by_value(profile: ProfileData) -> list[list[int]]:
     return writers
 
 
-def last_writes(profile: ProfileData) -> list[int]:
-    """By value: the last op of the whole step that writes it in place; -1 if none does."""
-    last = [-1] * len(profile.values)
-    for index, op in enumerate(profile.ops):
-        for value in op.writes:
-            last[value] = index
-    return last
-
-
 COLLECTIVES = "_c10d_functional."
 """The beginning of the names of the ops by which ranks exchange DTensors."""
 GLOO_THREADS = 2

@@ -34,7 +34,7 @@ from .palette import (
     title,
     write_picture,
 )
-from .timeline import in_core_curve, predicted_trace
+from .timeline import draw_live, in_core_curve, predicted_trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -110,17 +110,10 @@ def _draw_memory(axes: Axes, shown: StepMemory) -> None:
     end_s = float(predicted.times_s[-1]) or 1.0
     in_core = f"in-core peak {format_bytes(in_core_bytes)}"
     axes.axhline(in_core_bytes / factor, color=QUIET, linewidth=1.0, linestyle=(0, (4, 2)), label=in_core)
-    budget = f"budget {format_bytes(budget_bytes)}"
-    axes.axhline(budget_bytes / factor, color=INK, linewidth=1.2, label=budget)
-    times, sizes = predicted.times_s / end_s, predicted.size_bytes / factor
-    axes.stairs(sizes, times, fill=True, color=BLUE, alpha=0.18, linewidth=0)
-    axes.stairs(sizes, times, color=BLUE, linewidth=1.3, baseline=None,
-                label=f"predicted, peak {format_bytes(predicted.peak_bytes)}")  # fmt: skip
+    draw_live(axes, predicted, budget_bytes, end_s, factor, "predicted")
     if measured is not None and measured.size_bytes.size:
         axes.stairs(measured.size_bytes / factor, measured.times_s / end_s, color=PURPLE, linewidth=1.1, baseline=None,
                     label=f"measured, peak {format_bytes(measured.peak_bytes)}", zorder=4)  # fmt: skip
-    peak = ([predicted.peak_s / end_s], [predicted.peak_bytes / factor])
-    axes.plot(*peak, marker="o", markersize=4.5, color=INK, zorder=5)
     axes.set_ylim(0, 1.08 * max(in_core_bytes, predicted.peak_bytes, budget_bytes) / factor)
     axes.set_xlim(0, 1)
     for _, begin_s, _ in shown.phases[1:]:

@@ -20,12 +20,11 @@ from poochplan.formats.pass_profile import PassProfile
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.plan_set import describe
 from poochplan.formats.profile import Profile
-from poochplan.formats.queries import OUTSIDE, saved_values, writers_by_value
+from poochplan.formats.queries import OUTSIDE, writers_by_value
 from poochplan.formats.run_record import RunRecord
-from poochplan.formats.sources import as_planned
 from poochplan.peak import simulate_plan
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.streams import Lane
-from poochplan.planner.whatif import as_followed
 from poochplan.units import format_bytes, format_rate, format_seconds
 
 Unit = Literal["", "bytes", "s", "share", "bytes/s"]
@@ -172,10 +171,12 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
     ``overhead_s``, their sum. The last two causes belong to no layer, and have the rows ``(beside copies)`` and ``(the
     runtime)``.
     """
-    simulation = simulate_plan(profile, plan)
+    problem = Problem.of(profile, plan)
+    simulation = simulate_plan(problem, plan)
     layer_of = {value.name: value.layer or OUTSIDE for value in plan.values}
-    seconds = _writing_seconds(as_planned(profile, plan))
-    in_core_s = sum(op.duration_s for op in as_followed(profile, plan).ops)
+    writers, numbers, ops = writers_by_value(profile), problem.replay.value_of, problem.profile.ops
+    written_s = [sum(ops[op].duration_s for op in writers[number]) for number in numbers]
+    seconds = dict(zip(problem.names, written_s, strict=True))
     columns = ("swap", "recompute", "stall_s", "replay_s", "interference_s", "runtime_s")
     rows: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(columns, 0.0))
     for value in plan.values:
@@ -188,7 +189,7 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
             for name, share in _shares(seconds, span.label).items():
                 rows[layer_of[name]]["replay_s"] += share * (span.end_s - span.start_s)
     attributed_s = sum(row["stall_s"] + row["replay_s"] for row in rows.values())
-    beside_copies_s = simulation.step_s - in_core_s - attributed_s - simulation.runtime_s
+    beside_copies_s = simulation.step_s - problem.in_core_s - attributed_s - simulation.runtime_s
     if simulation.interference_s and beside_copies_s > 0:
         rows["(beside copies)"]["interference_s"] = beside_copies_s
     if simulation.runtime_s:
@@ -196,15 +197,6 @@ def overhead_by_layer(profile: Profile, plan: Plan) -> pd.DataFrame:
     frame = _frame(rows, columns, by="swap", counts=("swap", "recompute"))
     frame["overhead_s"] = frame[["stall_s", "replay_s", "interference_s", "runtime_s"]].sum(axis="columns")
     return frame.sort_values("overhead_s", ascending=False, kind="stable")
-
-
-def _writing_seconds(profile: Profile) -> dict[str, float]:
-    """Seconds of the ops that write each saved value, by its name."""
-    writers = writers_by_value(profile)
-    return {
-        profile.values[index].name: sum(profile.ops[op].duration_s for op in writers[index])
-        for index in saved_values(profile)
-    }
 
 
 def _shares(seconds: dict[str, float], label: str) -> dict[str, float]:

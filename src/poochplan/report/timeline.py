@@ -30,8 +30,8 @@ from poochplan.formats.occupancy import (
 )
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Phase, Profile
-from poochplan.formats.sources import as_planned
 from poochplan.peak import simulate_plan
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.streams import Lane
 from poochplan.units import format_bytes, format_copies, format_seconds, share_of_peak
 
@@ -88,7 +88,8 @@ def timeline_of(
     profile: Profile, plan: Plan, *, measured_peak_bytes: int | None = None, measured_overhead: float | None = None
 ) -> Timeline:
     """The simulated step of a plan; raises ``ModelMismatchError`` if the plan has another profile."""
-    simulation, planned = simulate_plan(profile, plan), as_planned(profile, plan)
+    problem = Problem.of(profile, plan)
+    simulation, planned = simulate_plan(problem, plan), problem.profile
     starts_s = simulation.tick_start_s
     boundaries_s = _phase_starts(planned, [float(starts_s[tick]) for tick in planned.op_ticks])
     in_core_s = _in_core_ends_s(profile)
@@ -141,7 +142,7 @@ def _split(row: str, start_s: float, end_s: float, phase_starts_s: dict[str, flo
 
 def predicted_trace(profile: Profile, plan: Plan) -> StepTrace:
     """The simulated step; raises ``ModelMismatchError`` if the plan has another profile."""
-    timeline, planned = timeline_of(profile, plan), as_planned(profile, plan)
+    timeline, planned = timeline_of(profile, plan), Problem.of(profile, plan).profile
     memory, prediction = timeline.memory, plan.prediction
     moves = [
         Bar(_TRACK_OF[bar.what], bar.what, bar.start_s, bar.end_s, bar.label)
@@ -219,15 +220,11 @@ def draw_memory(axes: Axes, timeline: Timeline, scale_s: float, x: str) -> None:
     """Draws live bytes over time: in-core, planned, the budget and the peak."""
     planned, in_core, budget_bytes = timeline.memory, timeline.in_core_memory, timeline.plan.budget_bytes
     factor, unit = byte_unit(max(in_core.peak_bytes, budget_bytes))
-    times, sizes = planned.times_s / scale_s, planned.size_bytes / factor
     axes.stairs(
         in_core.size_bytes / factor, in_core.times_s / scale_s, color=QUIET, linewidth=1.1, baseline=None,
         linestyle=(0, (4, 2)), label=f"in-core, peak {format_bytes(in_core.peak_bytes)}",
     )  # fmt: skip
-    axes.axhline(budget_bytes / factor, color=INK, linewidth=1.1, label=f"budget {format_bytes(budget_bytes)}")
-    axes.stairs(sizes, times, fill=True, color=BLUE, alpha=0.18, linewidth=0)
-    peak = f"planned, peak {format_bytes(planned.peak_bytes)}"
-    axes.stairs(sizes, times, color=BLUE, linewidth=1.3, baseline=None, label=peak)
+    draw_live(axes, planned, budget_bytes, scale_s, factor, "planned")
     reserved_bytes = timeline.plan.prediction.reserved_with(timeline.plan.prediction.expands) or 0
     if reserved_bytes:
         axes.axhline(
@@ -246,20 +243,24 @@ def draw_memory(axes: Axes, timeline: Timeline, scale_s: float, x: str) -> None:
         )  # fmt: skip
     axes.set_ylim(0, 1.1 * max(in_core.peak_bytes, planned.peak_bytes, budget_bytes, reserved_bytes) / factor)
     plain_axes(axes, "left", "bottom", grid="y", x=x, y=f"live memory ({unit})")
-    _mark_peak(axes, timeline, scale_s, factor)
-
-
-def _mark_peak(axes: Axes, timeline: Timeline, scale_s: float, factor: int) -> None:
-    """Draws a dot at the planned peak, and the name of its layer."""
-    x, y = timeline.memory.peak_s / scale_s, timeline.memory.peak_bytes / factor
-    axes.plot([x], [y], marker="o", markersize=4.5, color=INK, zorder=5)
-    is_left = timeline.memory.peak_s < 0.6 * timeline.step_s
+    is_left = planned.peak_s < 0.6 * timeline.step_s
     axes.annotate(
         f"peak in {timeline.peak_layer}" if timeline.peak_layer else "peak",
-        (x, y), xytext=(3 if is_left else -3, 6), textcoords="offset points", ha="left" if is_left else "right",
+        (planned.peak_s / scale_s, planned.peak_bytes / factor), xytext=(3 if is_left else -3, 6),
+        textcoords="offset points", ha="left" if is_left else "right",
         fontsize=8, color=INK, zorder=6,
         bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.75, "linewidth": 0},
     )  # fmt: skip
+
+
+def draw_live(axes: Axes, memory: MemoryCurve, budget_bytes: int, scale_s: float, factor: int, name: str) -> None:
+    """Draws the budget, and a predicted step's live bytes with a dot at their peak."""
+    axes.axhline(budget_bytes / factor, color=INK, linewidth=1.1, label=f"budget {format_bytes(budget_bytes)}")
+    times, sizes = memory.times_s / scale_s, memory.size_bytes / factor
+    axes.stairs(sizes, times, fill=True, color=BLUE, alpha=0.18, linewidth=0)
+    peak = f"{name}, peak {format_bytes(memory.peak_bytes)}"
+    axes.stairs(sizes, times, color=BLUE, linewidth=1.3, baseline=None, label=peak)
+    axes.plot([memory.peak_s / scale_s], [memory.peak_bytes / factor], marker="o", markersize=4.5, color=INK, zorder=5)
 
 
 def write_trace(trace: StepTrace, path: str | Path, *, force: bool = False) -> Path:

@@ -27,7 +27,7 @@ from poochplan.planner.simulator.evaluator import (
     codes_of,
     flat_problem_of,
 )
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import swap_all, try_style
 from poochplan.planner.simulator.streams import Streams
 from tests.depth import DEEP, seeds, tries
@@ -105,7 +105,7 @@ def test_any_decisions_give_what_the_simulator_says_to_the_bit() -> None:
 @pytest.mark.parametrize("network", NETWORKS if DEEP else ("seq2seq", "unet3d-192"))
 def test_networks_give_what_the_simulator_says(network: str) -> None:
     profile = instance(network, "pcie3")
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     evaluator = Evaluator(problem)
     for seed in seeds(1, 5):
         for kept in (0.7, 0.2):
@@ -115,7 +115,7 @@ def test_networks_give_what_the_simulator_says(network: str) -> None:
 
 def test_large_steps_with_a_launching_thread_give_what_the_simulator_says() -> None:
     for seed in seeds(6, 40):
-        problem = build_problem(with_busy_backward(with_random_thread(random_profile(seed, 150), seed), seed))
+        problem = Problem.of(with_busy_backward(with_random_thread(random_profile(seed, 150), seed), seed))
         rng, evaluator = random.Random(seed), Evaluator(problem)
         for more in range(3):
             assert_same(problem, evaluator, random_decisions(problem, 10 * seed + more), random_budget(problem, rng))
@@ -174,7 +174,7 @@ def test_random_copies_and_work_take_the_time_that_streams_say() -> None:
 def test_other_threads_run_beside_an_evaluation() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    problem = build_problem(transformer_like(4))
+    problem = Problem.of(transformer_like(4))
     wishes = [random_decisions(problem, seed) for seed in range(16)]
 
     def all_of_them() -> list[Evaluation]:

@@ -13,7 +13,7 @@ from poochplan.formats.plan import Plan
 from poochplan.planner.planning import NO_EVALUATOR, plan
 from poochplan.planner.simulator import evaluator
 from poochplan.planner.simulator.evaluator import EVALUATOR, Evaluator, library
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.sweep import Solving, sweep
 from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import transformer_like, unet_like
@@ -88,7 +88,7 @@ def test_evaluations_go_over_to_the_library_once_it_is_there(
     built: Path, nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler(nothing_loaded, f"{once_asked(nothing_loaded)}; {LAST}; cp {built} $last"))
-    problem = build_problem(transformer_like(2))
+    problem = Problem.of(transformer_like(2))
     evaluator, wish = Evaluator(problem), random_decisions(problem, 1)
     before = assert_same(problem, evaluator, wish, 1 << 24)
     assert evaluator.handle is None

@@ -20,7 +20,7 @@ from poochplan.planner.search.annealing import (
     scored,
 )
 from poochplan.planner.simulator.evaluator import KEEP, RECOMPUTE, SWAP, Evaluator, codes_of, decisions_of
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable, swap_all
 from tests.depth import tries
 from tests.planner.plans import random_decisions
@@ -59,7 +59,7 @@ def score_of(walker: Walker, found: EvaluatedPlan) -> float:
 
 
 def test_a_walk_offers_the_best_that_it_meets() -> None:
-    problem = build_problem(transformer_like(3))
+    problem = Problem.of(transformer_like(3))
     walker = walker_for(problem)
     found = anneal(walker, begin_at(walker), 2000)
     if found.peak_bytes <= walker.incumbents.budget_bytes:
@@ -126,7 +126,7 @@ def one_value() -> Problem:
     r = Recorder()
     (x,) = r.op("make", [r.before(512, Kind.INPUT)], [1 << 20])
     r.op("use", [x], [512], saves=[x], workspace_bytes=4 << 20)
-    return build_problem(r.finish(link()))
+    return Problem.of(r.finish(link()))
 
 
 def test_a_walk_over_one_value_finds_its_best_decision() -> None:

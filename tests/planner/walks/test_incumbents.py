@@ -14,7 +14,7 @@ from poochplan.planner.arena.step_layout import Fitting
 from poochplan.planner.search import annealing
 from poochplan.planner.search.annealing import EvaluatedPlan, Incumbents
 from poochplan.planner.simulator.evaluator import STYLE_OF, codes_of
-from poochplan.planner.simulator.problem import Problem, build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import swap_all_on_demand
 from tests.planner.random_profiles import transformer_like, unet_like
 
@@ -28,7 +28,7 @@ def found_with(problem: Problem, number: int, step_s: float, peak_bytes: int = 0
 @pytest.mark.parametrize("kept", [500, 20])
 def test_of_what_several_threads_offer_the_best_is_kept(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(annealing, "KEPT", kept)
-    problem = build_problem(transformer_like(2))
+    problem = Problem.of(transformer_like(2))
     found = Incumbents(problem, 100, None)
     rng = random.Random(0)
     plans = [
@@ -60,7 +60,7 @@ def test_of_what_several_threads_offer_the_best_is_kept(kept: int, monkeypatch: 
 
 
 def test_a_plan_over_the_budget_is_best_only_until_one_fits() -> None:
-    problem = build_problem(unet_like(2))
+    problem = Problem.of(unet_like(2))
     found = Incumbents(problem, 100, None)
     found.offer(found_with(problem, 1, 1.0, peak_bytes=102))
     found.offer(found_with(problem, 2, 2.0, peak_bytes=101))
@@ -75,10 +75,10 @@ def test_where_no_arena_fits_a_plan_within_the_budget_goes_before_one_a_byte_ove
 ) -> None:
     monkeypatch.setattr(step_layout, "LOOKS_PER_BLOCK", 0)  # packs badly
     profile = transformer_like(3)
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     least = swap_all_on_demand(problem)
     budget_bytes = least.peak_bytes
-    found = Incumbents(problem, budget_bytes, None, Fitting(profile, problem, budget_bytes))
+    found = Incumbents(problem, budget_bytes, None, Fitting(problem, budget_bytes))
     codes, step_s = codes_of(least.wish), least.simulation.step_s
     within = found.offer(EvaluatedPlan(codes, codes, len(STYLE_OF) - 1, step_s, budget_bytes, 0, "swap-all", 0))
     found.offer(found_with(problem, 1, step_s / 2, peak_bytes=budget_bytes + 1))

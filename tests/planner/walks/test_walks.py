@@ -12,7 +12,7 @@ import pytest
 from poochplan.formats.profile import Profile
 from poochplan.planner.search.annealing import DRAWS, STYLES, search_space_of
 from poochplan.planner.simulator.evaluator import codes_of
-from poochplan.planner.simulator.problem import build_problem
+from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import movable
 from tests.depth import tries
 from tests.planner.plans import random_decisions
@@ -70,7 +70,7 @@ def test_a_walk_leaves_pinned_values_as_they_are() -> None:
 
 
 def test_a_change_for_the_worse_is_taken_when_it_is_hot_and_refused_when_it_is_cold() -> None:
-    problem = build_problem(transformer_like(2))
+    problem = Problem.of(transformer_like(2))
     rng = random.Random(0)
     taken = {}
     for temperature in (1e-12, 1e12):
@@ -90,7 +90,7 @@ def test_a_change_for_the_worse_is_taken_when_it_is_hot_and_refused_when_it_is_c
 
 @pytest.mark.parametrize("profile", [transformer_like(4), resnet_like(8), unet_like(4)], ids=["gpt", "resnet", "unet"])
 def test_values_of_one_role_are_alike_and_every_value_has_one_role(profile: Profile) -> None:
-    problem = build_problem(profile)
+    problem = Problem.of(profile)
     values = movable(problem)
     space = search_space_of(problem, values)
     assert sorted(value for role in space.roles for value in role) == values == sorted(space.role)
@@ -107,14 +107,14 @@ def test_values_of_one_role_are_alike_and_every_value_has_one_role(profile: Prof
 
 def test_each_layer_of_a_transformer_has_a_value_of_most_roles() -> None:
     layers = 6
-    problem = build_problem(transformer_like(layers))
+    problem = Problem.of(transformer_like(layers))
     sizes = [len(role) for role in search_space_of(problem, movable(problem)).roles]
     assert sum(size for size in sizes if size % layers == 0) > sum(sizes) // 2
 
 
 @pytest.mark.parametrize("left_out", [(), (0.3,), (0.6,)], ids=["all", "three in ten pinned", "six in ten pinned"])
 def test_a_layer_that_decides_as_another_one_does_has_then_its_decisions(left_out: tuple[float, ...]) -> None:
-    problem = build_problem(transformer_like(6))
+    problem = Problem.of(transformer_like(6))
     copied = 0
     for seed in range(tries(100, 1000)):
         rng = random.Random(seed)

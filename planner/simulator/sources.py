@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from .plan import Plan
-from .profile import Handle, Kind, Op, Phase, Point, PointKind, Profile, Value
-from .queries import last_writes, writers_by_value
+from poochplan.formats.profile import Handle, Kind, Op, Phase, Point, PointKind, Profile, Value
+from poochplan.formats.queries import writers_by_value
 
 WIDENING = frozenset({"aten._to_copy.default", "aten.clone.default"})
 """Ops that read one tensor and make a copy of it, perhaps of another type, or of more elements."""
@@ -33,7 +32,7 @@ def sources_of(profile: Profile) -> dict[int, int]:
     if any(value.nodes for value in profile.values):  # saved by compiled graphs, which hold what they please
         return found
     taken = {handle.value for handle in profile.handles}
-    writers, last_write, ticks = writers_by_value(profile), last_writes(profile), profile.point_ticks
+    writers, last_write, ticks = writers_by_value(profile), _last_writes(profile), profile.point_ticks
     for number, point in enumerate(profile.points):
         if point.kind is not PointKind.SAVE:
             continue
@@ -62,6 +61,15 @@ def _source_of(profile: Profile, saved: int, maker: Op) -> int | None:
     return source if is_smaller and profile.ops[value.born].phase is Phase.FORWARD else None
 
 
+def _last_writes(profile: Profile) -> list[int]:
+    """By value: the last op of the whole step that writes it in place; -1 if none does."""
+    last = [-1] * len(profile.values)
+    for index, op in enumerate(profile.ops):
+        for value in op.writes:
+            last[value] = index
+    return last
+
+
 def with_sources(profile: Profile) -> Profile:
     """The profile with a save point and a handle for each source; the same one if it has none."""
     sources = sources_of(profile)
@@ -75,11 +83,6 @@ def with_sources(profile: Profile) -> Profile:
     handles, points = _with_save_points(profile, sources)
     values = tuple(_moved(value, tick) for value in profile.values)
     return replace(profile, values=values, handles=handles, points=points)
-
-
-def as_planned(profile: Profile, plan: Plan) -> Profile:
-    """The profile with the values, handles and points that the plan, which was made from it, is about."""
-    return with_sources(profile) if any(value.source for value in plan.values) else profile
 
 
 def _with_save_points(profile: Profile, new: Mapping[int, int]) -> tuple[tuple[Handle, ...], tuple[Point, ...]]:
