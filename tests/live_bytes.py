@@ -14,11 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """``peak`` is the most bytes of CPU storages that were alive at once since ``restart``.
-
-    Where two nodes give one tensor a gradient, autograd adds in place, but not under a mode. So the sum counts from the
-    next op on, by which the first gradient is gone.
-    """
+    """``peak`` is the most bytes of CPU storages that were alive at once since ``restart``."""
 
     sees_poochplan = True
 
@@ -26,9 +22,6 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._sizes: dict[int, int] = {}
         self._references: dict[int, Any] = {}
-        self._nodes: dict[int, int] = {}
-        """The node of autograd that made each, or that first saw it; 0 outside backward."""
-        self._node, self._is_sum = 0, False
         self.live = 0
         self.peak = 0
         for tensor in before:
@@ -47,24 +40,15 @@ class LiveBytes(TorchDispatchMode):
         if size == 0 or pointer in self._sizes:
             return
         self._sizes[pointer] = size
-        self._nodes[pointer] = self._node
         self.live += size
         self._references[pointer] = weakref.ref(storage, lambda _: self._gone(pointer))
-        if not self._is_sum:
-            self.peak = max(self.peak, self.live)
+        self.peak = max(self.peak, self.live)
 
     def _gone(self, pointer: int) -> None:
         self.live -= self._sizes.pop(pointer)
-        del self._references[pointer], self._nodes[pointer]
+        del self._references[pointer]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.peak = max(self.peak, self.live)
-        node = torch._C._current_autograd_node()
-        self._node, self._is_sum = (0 if node is None else node._sequence_nr() + 1), False
-        if node is not None and func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
-            first = args[0].untyped_storage()
-            is_whole = args[0].nbytes == first.nbytes()
-            self._is_sum = is_whole and self._nodes.get(first.data_ptr(), 0) not in (0, self._node)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":

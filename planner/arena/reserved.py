@@ -40,7 +40,7 @@ def reserved_peak(problem: Problem, schedule: Schedule, *, is_expandable: bool |
     """
     profile = problem.profile
     is_expandable = bool(profile.device.expands) if is_expandable is None else is_expandable
-    blocks = blocks_of(problem, schedule)
+    blocks = blocks_of(problem, schedule, sums_in_place=True)
     if len(blocks.of_step) > MOST_BLOCKS:
         return None
     sizes = [one.size_bytes for one in profile.values if one.kind is Kind.OPTIMIZER_STATE and one.born < 0]

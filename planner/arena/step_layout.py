@@ -57,8 +57,10 @@ class StepBlocks:
         return bisect_right(self.point_times, block.start)
 
 
-def blocks_of(problem: Problem, schedule: Schedule) -> StepBlocks:
-    """The blocks of a step under ``schedule``; empty ones are left out."""
+def blocks_of(problem: Problem, schedule: Schedule, *, sums_in_place: bool = False) -> StepBlocks:
+    """The blocks of a step under ``schedule``; empty ones are left out. ``sums_in_place``: autograd's sums of gradients
+    take none, which is so in a step without a dispatch mode.
+    """
     profile, walk = problem.profile, Walk(problem, schedule)
     taken = [taken_by(profile, op) for op in profile.ops]
     clock = _clock(problem, walk, taken)
@@ -67,6 +69,10 @@ def blocks_of(problem: Problem, schedule: Schedule) -> StepBlocks:
     last_tick = [min(value.freed, problem.tick_count - 1) for value in profile.values]
     for saved, value in enumerate(value_of):
         last_tick[value] = first_end[saved]
+    sums = {op.outputs[0]: op.inputs[0] for op in profile.ops if op.adds_in_place and sums_in_place}
+    becomes = dict[int, int]()
+    for value, first in reversed(sums.items()):  # the last sum of several first
+        becomes[first], last_tick[first] = becomes.get(value, value), last_tick[value]
     ends = {value: clock[tick + 1] for value, tick in enumerate(last_tick)}
     in_step = {v for v, record in enumerate(profile.values) if record.born >= 0 or record.born_tick is not None}
     before = [Block(0, ends[v], record.size_bytes) for v, record in enumerate(profile.values) if v not in in_step]
@@ -74,8 +80,10 @@ def blocks_of(problem: Problem, schedule: Schedule) -> StepBlocks:
     are_gradients_gone = not profile.gradients_live_through_forward
     for op, tick, own in zip(profile.ops, profile.op_ticks, taken, strict=True):
         for value, block in _at(own, op.outputs, clock[tick], ends, clock[-1]):
+            if value in sums:
+                continue
             by_ops.append(block)
-            record = profile.values[value] if value >= 0 and block.end == clock[-1] else None
+            record = profile.values[becomes.get(value, value)] if value >= 0 and block.end == clock[-1] else None
             if record and (record.gone_by_next or (are_gradients_gone and record.kind is Kind.GRADIENT)):
                 gone_by_next.add(block)
     born = born_ticks(profile, range(len(profile.values))).tolist()

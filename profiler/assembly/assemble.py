@@ -45,7 +45,6 @@ from poochplan.torch_private.tensor_internals import is_training
 from poochplan.units import format_bytes
 
 from .reconcile import PhaseSeconds, reconcile
-from .sums import with_sums_in_place
 
 EVAL_MODE = "the model was in eval mode: no dropout, no batch statistics"
 
@@ -114,9 +113,19 @@ def assemble(
     strays = stray_values(capture.workspace.strays, draft.op_ticks, draft.tick_count)
     values += strays
     ops, carried = with_carried(capture, ops, draft.op_ticks, len(values))
-    whole = msgspec.structs.replace(draft, ops=ops, values=(*values, *carried))
-    adds_to = {number: op.adds_to for number, op in enumerate(capture.ops) if op.adds_to >= 0}
-    return _with_peak(with_sums_in_place(whole, adds_to))
+    ops = tuple(
+        msgspec.structs.replace(op, adds_in_place=True) if _adds_in_place(draft, op, tick, captured.adds_to) else op
+        for op, tick, captured in zip(ops, draft.op_ticks, capture.ops, strict=True)
+    )
+    return _with_peak(msgspec.structs.replace(draft, ops=ops, values=(*values, *carried)))
+
+
+def _adds_in_place(draft: Profile, op: Op, tick: int, first: int) -> bool:
+    """Whether the first summand, which an earlier node has made, ends with the op: then nothing else has held it."""
+    if first < 0 or len(op.outputs) != 1 or op.writes or op.blocks:
+        return False
+    held, found = draft.values[first], draft.values[op.outputs[0]]
+    return held.freed == tick and (held.size_bytes, held.dtype) == (found.size_bytes, found.dtype)
 
 
 def build_ops(capture: Capture, durations_s: list[float], spreads_s: list[float]) -> tuple[Op, ...]:

@@ -69,6 +69,8 @@ class Capturing(SegmentObserver):
         self._number = self._bucket_bytes = 0
         self._used: weakref.ref[Lease] | None = None
         self._before = before
+        self._given: list[weakref.ref[torch.Tensor]] = []
+        """The arguments of the model's calls."""
         self._model_notes: list[str] = []
         """Notes on the model, as the step has left it."""
 
@@ -91,7 +93,7 @@ class Capturing(SegmentObserver):
         if self.capture.inputs is None:
             self.capture.inputs = input_signature(args, kwargs)
         given = (tensor for _, tensor in (*tensor_leaves("", args), *tensor_leaves("", kwargs)))
-        self._note(given, Kind.INPUT, is_new=True)  # perhaps no op uses it
+        self._given += map(weakref.ref, given)
 
     def _look_around(self, segment: Segment) -> None:
         """Records the memory before the segment: that of the model and the optimizers, and that outside the step."""
@@ -204,6 +206,7 @@ class Capturing(SegmentObserver):
 
     def end(self, *, stepped: bool) -> None:
         super().end(stepped=stepped)
+        self._note((one() for one in self._given), Kind.INPUT, is_new=True)  # those that no op has used
         self._model_notes = model_notes(self.context.model)
 
     def runs_another(self) -> None:

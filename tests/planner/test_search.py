@@ -113,7 +113,7 @@ def test_an_interrupt_is_raised_where_nobody_asked_for_what_there_is_or_there_is
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "keep_interrupted" in options:
-        interrupt_at(monkeypatch, optimise, "smallest_values", 1)  # before there is a plan
+        interrupt_at(monkeypatch, optimise, "choose_solver", 1)  # before there is a plan
     else:
         options = {**options, "watch": interrupt()}
     profile = large()

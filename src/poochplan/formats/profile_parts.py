@@ -153,8 +153,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
     duration_s: Seconds
     """Median seconds, reconciled so that all durations add up to the uninstrumented step."""
     spread_s: Seconds = 0.0
-    """Interquartile range over the timed steps. It is scaled like ``duration_s`` if that was scaled down. It is 0 if
-    the op was timed once or not at all."""
+    """Interquartile range over the timed steps, scaled as ``duration_s`` was; 0 if the op was not timed twice."""
     inputs: tuple[Index, ...] = ()
     """Values read, in argument order, each once (also those in ``writes``)."""
     outputs: tuple[Index, ...] = ()
@@ -163,6 +162,8 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
     """Values that existed before the op, which writes them in place."""
     random: bool = False
     """The op draws from a generator; a replay needs its recorded state."""
+    adds_in_place: bool = False
+    """It adds two gradients: autograd writes the sum over the first, unless a dispatch mode is on, as here."""
     opaque: bool = False
     """The op cannot be replayed: a compiled region, an uninitialised allocation, or data from outside torch."""
     workspace_bytes: Bytes = 0
@@ -194,8 +195,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     freed: Index
     """Last tick at which the in-core step holds it, autograd included."""
     gone_by_next: bool = False
-    """Whether it is known to be gone when the next step begins, although this step holds it to its last tick. The loop
-    held it in a local variable, for example."""
+    """Whether it is gone when the next step begins, though this one holds it to the end, as a local variable does."""
     stretch_of: IndexOrNone = -1
     """Some storages give up their memory and take it again, as FSDP2's gathered weights do. Each stretch of the step in
     which such a storage has memory is a value, from ``born_tick`` to ``freed``; replays read the storage only there.
