@@ -133,6 +133,8 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
     """Whether it has had its save point."""
     save_point: int | None = None
     """Its planned save point; None before it, and outside the plan."""
+    kept: int = -1
+    """The generation that recipes keep in place, because what it was made of is gone; -1 if there is none."""
     may_copy: bool = False
     """Whether a recipe that reads it makes a copy, because the step may still write it."""
     copies: dict[int, HostCopy] | None = None
@@ -311,7 +313,8 @@ def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) ->
                 closure.leaves[need] = value
                 continue
             closure.targets.append((record, value))
-        writers = record.writers_up_to(wanted)
+        is_kept = record.kept == wanted and value is None and record is not root
+        writers = None if is_kept else record.writers_up_to(wanted)
         if writers is None:
             if record is root or value is not None:
                 raise NotReplayable("an op that made it was not recorded, or cannot be run again")
@@ -364,6 +367,8 @@ class Recipe(msgspec.Struct, eq=False, weakref=True):
     def refresh(self) -> None:
         """Determines again what must stay. Called again when a storage on the way has become a saved value."""
         closure = closure_of(self.record, self.generation, follow_recipes=False)
+        while self._keeps_instead(closure):
+            closure = closure_of(self.record, self.generation, follow_recipes=False)
         values, storages = [], []
         for (record, generation), value in closure.leaves.items():
             if value is not None:
@@ -377,6 +382,31 @@ class Recipe(msgspec.Struct, eq=False, weakref=True):
             if record is not self.record:
                 record.wait_for_value(self)
         self.values, self.storages = tuple(values), tuple(storages)
+
+    def _keeps_instead(self, closure: Closure) -> bool:
+        """Whether what was made of inputs that are gone is from now on kept in their place, because it is still there.
+
+        A window of recording may begin behind the ops that made such an input. The plan needs none of them: it replays
+        from a value that is saved, but whose save point comes later.
+        """
+        gone = {record for (record, _), value in closure.leaves.items() if value is None and record.storage() is None}
+        made = {
+            op.order: record
+            for record in (closure.rebuilt if gone else ())
+            if record is not self.record
+            for op in (record.birth, *record.writes)
+            if op is not None
+        }
+        is_new = False
+        for order, record in sorted(made.items(), key=lambda item: item[0]):
+            op = closure.ops.get(order)
+            if op is None or not any(view.record in gone for view in op.reads):
+                continue
+            if record.storage() is None:
+                gone.add(record)
+            elif record.kept != len(record.writes):
+                record.kept, is_new = len(record.writes), True
+        return is_new
 
 
 def storage_of(record: StorageRecord) -> torch.UntypedStorage:

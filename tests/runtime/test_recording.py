@@ -347,3 +347,30 @@ def test_what_is_told_of_a_write_beside_a_recorded_one_breaks_the_record() -> No
     tensor = torch.ones(8)
     tape, _ = recorded(tensor, and_by_hand)
     assert met_later(tape, tensor).broken
+
+
+def test_what_a_window_sees_only_the_end_of_is_kept_until_its_save_point() -> None:
+    """A value is replayed from one that has its save point later, and that the window has seen made of what is gone."""
+
+    def begins_late(net: Net, hidden: Tensor) -> Tensor:
+        hidden = net.inside(hidden)
+        before = hidden * 1.5
+        waves = hidden.cos()  # here the window begins
+        after = before + 1
+        del before
+        copy = after.clone()
+        del after
+        return waves + (copy * 2).sin() + copy.cos()
+
+    case = Case(lambda: (Net(begins_late, inside=nn.Linear(16, 16)), lambda model: model(BATCH).square().mean()))
+    profile = case.profile()
+    problem = Problem.of(profile)
+    names = [profile.values[value].name for value in problem.replay.value_of]
+    decisions = tuple(Decision.RECOMPUTE if name == "step/mul#2" else Decision.KEEP for name in names)
+    schedule = fit(problem, decisions, profile.in_core_peak_bytes)
+    assert [actions.record for actions in schedule.actions] == ["on", "off", ""]
+    seen, report = train(case, THREE_STEPS, plan_with(profile, schedule))
+    assert report is not None
+    assert report.total.fallback_reasons == []
+    assert report.last_step.replayed_values == 1
+    assert equal(train(case, THREE_STEPS)[0], seen)
