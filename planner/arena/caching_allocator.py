@@ -27,6 +27,8 @@ LARGE_SEGMENT_BYTES = 20 << 20
 """Segment for requests of the large pool below ``MIN_LARGE_BYTES``."""
 MIN_LARGE_BYTES = 10 << 20
 ROUND_LARGE_BYTES = 2 << 20
+BEHIND_FIXED = 1 << 50
+"""Address of a segment that grows."""
 
 
 class Reserved(NamedTuple):
@@ -45,6 +47,8 @@ class _Piece:
     address: int
     size_bytes: int
     is_small: bool
+    expands: bool = False
+    """Whether its segment is one that grows."""
     is_free: bool = True
     before: _Piece | None = None
     after: _Piece | None = None
@@ -57,7 +61,8 @@ class CachingAllocator:
     """Hands out blocks of cached segments, best fit first. ``peak`` has its largest size."""
 
     def __init__(self, *, is_expandable: bool = False) -> None:
-        self._is_expandable = is_expandable
+        self.is_expandable = is_expandable
+        """Whether new segments grow; it may change."""
         self._last: dict[bool, _Piece | None] = {True: None, False: None}
         """By whether they are small: the last piece of a segment that grows."""
         self.reserved_bytes = 0
@@ -72,18 +77,18 @@ class CachingAllocator:
         is_small = size <= SMALL_BYTES
         free = self._free[is_small]
         found = bisect_left(free, (size, 0), key=_Piece.key)
-        if self._is_expandable and found + 1 < len(free) and free[found] is self._last[is_small]:
+        if self.is_expandable and found + 1 < len(free) and free[found] is self._last[is_small]:
             found += 1  # the last piece could grow, so it is the largest
         if found < len(free):
             piece = free.pop(found)
         else:
-            piece = self._grown(size, is_small) if self._is_expandable else self._new_segment(size, is_small)
+            piece = self._grown(size, is_small) if self.is_expandable else self._new_segment(size, is_small)
         left = piece.size_bytes - size
-        if left >= MIN_BLOCK_BYTES if is_small or self._is_expandable else left > SMALL_BYTES:
-            rest = _Piece(piece.address + size, left, is_small, before=piece, after=piece.after)
+        if left >= MIN_BLOCK_BYTES if is_small or self.is_expandable else left > SMALL_BYTES:
+            rest = _Piece(piece.address + size, left, is_small, piece.expands, before=piece, after=piece.after)
             if rest.after is not None:
                 rest.after.before = rest
-            elif self._is_expandable:
+            elif piece.expands:
                 self._last[is_small] = rest
             piece.size_bytes, piece.after = size, rest
             insort(free, rest, key=_Piece.key)
@@ -124,8 +129,8 @@ class CachingAllocator:
             free = self._free[is_small]
             del free[bisect_left(free, last.key(), key=_Piece.key)]
         else:
-            end = last.address + last.size_bytes if last is not None else 0
-            piece = _Piece(end, 0, is_small, before=last)
+            end = last.address + last.size_bytes if last is not None else BEHIND_FIXED
+            piece = _Piece(end, 0, is_small, expands=True, before=last)
             if last is not None:
                 last.after = piece
             last = self._last[is_small] = piece
@@ -139,7 +144,7 @@ class CachingAllocator:
         first.after = second.after
         if first.after is not None:
             first.after.before = first
-        elif self._is_expandable:
+        elif first.expands:
             self._last[first.is_small] = first
         return first
 
@@ -153,26 +158,24 @@ def peak_reserved(
     is_expandable: bool = False,
 ) -> Reserved:
     """Peaks when a step is run three times. Blocks from ``before`` it are allocated first, then those of the ``step``.
+    Segments expand from the step on: a session sets that, and finds model and inputs there.
 
     Blocks from before that do not live to ``end`` are allocated anew before each further step. Blocks that the step
-    takes and does not free are freed when it ends. ``made_by_first``: blocks that the first step takes at its end and
-    that stay, such as the optimizer's state.
+    takes and does not free are freed when it ends. ``made_by_first``: blocks that the first step takes and that stay,
+    such as the optimizer's state.
     """
-    allocator = CachingAllocator(is_expandable=is_expandable)
+    allocator = CachingAllocator()
     for block in before:
         if block.end >= end:
             allocator.allocate(block.size_bytes)
+    allocator.is_expandable = is_expandable
     passing = [block for block in before if block.end < end]
     blocks = [*passing, *step]
     events = [(block.start, True, number) for number, block in enumerate(blocks)]
     events += [(block.end, False, number) for number, block in enumerate(blocks)]
     events.sort()  # at one time, ends come before starts
-    at_end = bisect_left(events, (end, False, 0))
-    held: dict[int, _Piece] = {}
-    _run(allocator, events[:at_end], blocks, held)
-    for block in made_by_first:
-        allocator.allocate(block.size_bytes)
-    _run(allocator, events[at_end:], blocks, held)
+    made = [(block.start, True, len(blocks) + number) for number, block in enumerate(made_by_first)]
+    _run(allocator, sorted(events + made), [*blocks, *made_by_first], {})
     for _ in range(2):
         _run(allocator, events, blocks, {})
     return allocator.peak

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import Literal
 
 from poochplan.errors import UsageError
-from poochplan.formats.profile import Kind, Memory, Profile
+from poochplan.formats.profile import Kind, Memory, Phase, Profile
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule, keep_all
 from poochplan.planner.simulator.simulate import Candidate
@@ -15,12 +16,13 @@ from poochplan.units import parse_budget
 
 from .caching_allocator import peak_reserved
 from .packing import Block
-from .step_layout import MOST_BLOCKS, Fitting, Laid, blocks_of
+from .step_layout import MOST_BLOCKS, Fitting, Laid, StepBlocks, blocks_of
 
 On = Literal["allocated", "reserved"]
 MARGIN = 0.05
 """Share of a plan's reserved bytes that should remain free in the budget. On the null GPU plans have reserved up to
 4.4% more than predicted, for an op that takes several blocks counts as one (benchmarks/pages/gpu.md)."""
+PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
 NOT_WITHIN = "no plan was found whose reserved bytes are within the budget: this one has the fewest of those looked at"
 ABOVE = "the policy knows bytes in use alone: what it reserves is above the budget"
 NO_MARGIN = f"its reserved bytes fit the budget with a margin of less than {MARGIN:.0%}"
@@ -35,25 +37,47 @@ def is_reserved_known(profile: Profile) -> bool:
 
 
 def reserved_peak(problem: Problem, schedule: Schedule, *, is_expandable: bool | None = None) -> int | None:
-    """Most reserved bytes of steps under ``schedule`` that begin with an empty cache and without the optimizer's state.
-    None if there are more than ``MOST_BLOCKS``. ``is_expandable``: by default as the profile's allocator is set.
+    """Most reserved bytes of steps under ``schedule`` that begin with an empty cache, without the optimizer's state and
+    cuBLAS's workspaces. None if there are more than ``MOST_BLOCKS``. ``is_expandable``: by default as in the profile.
     """
     profile = problem.profile
     is_expandable = bool(profile.device.expands) if is_expandable is None else is_expandable
     blocks = blocks_of(problem, schedule, sums_in_place=True)
     if len(blocks.of_step) > MOST_BLOCKS:
         return None
-    sizes = [one.size_bytes for one in profile.values if one.kind is Kind.OPTIMIZER_STATE and one.born < 0]
-    state = Counter(one for one in sizes if one)
+    of = {
+        kind: [one.size_bytes for one in profile.values if one.kind is kind and one.born < 0 and one.size_bytes]
+        for kind in (Kind.OPTIMIZER_STATE, Kind.LIBRARY)
+    }
+    others = Counter(size_bytes for sizes in of.values() for size_bytes in sizes)
     before = list[Block]()
-    for block in blocks.before:
-        if state[block.size_bytes] and block.end >= blocks.end:
-            state[block.size_bytes] -= 1
+    for block in reversed(blocks.before):  # of equal ones the model's come first
+        if others[block.size_bytes] and block.end >= blocks.end:
+            others[block.size_bytes] -= 1
         else:
-            before.append(block)
-    made = [Block(blocks.end, blocks.end, one) for one in sizes if one]
+            before.insert(0, block)
+    made = [Block(_optimizer_begins(profile, blocks), blocks.end, one) for one in of[Kind.OPTIMIZER_STATE]]
+    for size_bytes in of[Kind.LIBRARY]:
+        made += [Block(start, blocks.end, size_bytes // 2) for start in _first_products(profile, blocks)]
     peak = peak_reserved(before, blocks.of_step, blocks.end, made_by_first=made, is_expandable=is_expandable)
     return peak.reserved_bytes
+
+
+def _optimizer_begins(profile: Profile, blocks: StepBlocks) -> int:
+    """The last time before the optimizer's ops."""
+    before = (time for op, time in zip(profile.ops, blocks.op_times, strict=True) if op.phase is not Phase.OPTIMIZER)
+    return max(before, default=0)
+
+
+def _first_products(profile: Profile, blocks: StepBlocks) -> Iterator[int]:
+    """When the threads of forward and of backward first multiply matrices: each takes a workspace of cuBLAS's."""
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        products = (
+            time
+            for op, time in zip(profile.ops, blocks.op_times, strict=True)
+            if op.phase is phase and op.name.startswith(PRODUCTS)
+        )
+        yield next(products, 0)
 
 
 def covered_bytes(problem: Problem, candidate: Candidate, on: On) -> int:

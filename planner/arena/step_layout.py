@@ -45,6 +45,8 @@ class StepBlocks:
     """Time at which the step is over."""
     point_times: tuple[int, ...]
     """Time of each point of the runtime's clock."""
+    op_times: tuple[int, ...]
+    """The last time of each op."""
 
     @cached_property
     def of_step(self) -> tuple[Block, ...]:
@@ -110,6 +112,7 @@ def blocks_of(problem: Problem, schedule: Schedule, *, sums_in_place: bool = Fal
         gone_by_next=frozenset(gone_by_next),
         end=clock[-1],
         point_times=point_times,
+        op_times=tuple(clock[tick + 1] - 1 for tick in profile.op_ticks),
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poochplan.planner.arena.caching_allocator import CachingAllocator, Reserved, peak_reserved
+from poochplan.planner.arena.caching_allocator import BEHIND_FIXED, CachingAllocator, Reserved, peak_reserved
 from poochplan.planner.arena.packing import Block, live_peak
 
 KB, MB = 1 << 10, 1 << 20
@@ -80,7 +80,21 @@ def test_requests_are_served_as_the_rules_say(is_expandable: bool, name: str) ->
         else:
             allocator.free(pieces[-size_bytes - 1])
     assert allocator.reserved_bytes == reserved_bytes
-    assert {number: pieces[number - 1].address for number in addresses} == addresses
+    first = BEHIND_FIXED if is_expandable else 0
+    assert {number: pieces[number - 1].address - first for number in addresses} == addresses
+
+
+def test_once_segments_grow_those_from_before_are_used_and_never_grow() -> None:
+    allocator = CachingAllocator()
+    before = allocator.allocate(12 * MB)
+    allocator.free(allocator.allocate(2 * MB))
+    allocator.is_expandable = True
+    assert allocator.allocate(3 * MB).address == 12 * MB, "the free part of the segment of 20 MiB"
+    assert allocator.allocate(30 * MB).address == BEHIND_FIXED
+    allocator.free(before)
+    assert allocator.allocate(11 * MB).address == 0
+    assert allocator.allocate(14 * MB).address == 15 * MB, "the rest of the free part"
+    assert allocator.reserved_bytes == (12 + 20 + 40) * MB
 
 
 def test_a_block_is_not_freed_twice() -> None:
@@ -103,9 +117,9 @@ def test_a_block_is_given_back_before_another_of_the_same_time_is_taken() -> Non
 
 def test_what_the_first_step_makes_takes_the_place_of_what_it_has_freed() -> None:
     """The next step finds no such place any more."""
-    step, state = [Block(1, 5, 40 * MB)], [Block(0, 10, 30 * MB)]
+    step, state = [Block(1, 5, 40 * MB)], [Block(6, 10, 30 * MB)]
     assert peak_reserved([], step, 10, made_by_first=state).reserved_bytes == 80 * MB
-    assert peak_reserved(state, step, 10).reserved_bytes == 70 * MB
+    assert peak_reserved([Block(0, 10, 30 * MB)], step, 10).reserved_bytes == 70 * MB
 
 
 BLOCKS = st.lists(
