@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Literal
 
 from poochplan.errors import UsageError
@@ -75,6 +76,8 @@ def _first_products(profile: Profile, blocks: StepBlocks) -> Iterator[int]:
     """
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         own = [(op.name, time) for op, time in zip(profile.ops, blocks.op_times, strict=True) if op.phase is phase]
+        if phase is Phase.BACKWARD:
+            own = sorted([*own, *((profile.ops[op].name, time) for time, op in blocks.replay_times)], key=itemgetter(1))
         times = (time for names in (PRODUCTS, "aten.convolution") for name, time in own if name.startswith(names))
         yield next(times, 0)
 

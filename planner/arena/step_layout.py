@@ -47,6 +47,8 @@ class StepBlocks:
     """Time of each point of the runtime's clock."""
     op_times: tuple[int, ...]
     """The last time of each op."""
+    replay_times: tuple[tuple[int, int], ...]
+    """The last time of each op that is run again, and the op."""
 
     @cached_property
     def of_step(self) -> tuple[Block, ...]:
@@ -94,13 +96,15 @@ def blocks_of(problem: Problem, schedule: Schedule, *, sums_in_place: bool = Fal
         for v in sorted(in_step - {value for op in profile.ops for value in op.outputs})  # taken between ops
     ]
     again = {value_of[saved]: clock[end[saved] + 1] for saved in range(len(back)) if back[saved] >= 0}
-    replayed: list[Block] = []
+    replayed, replay_times = list[Block](), list[tuple[int, int]]()
     now = {tick: clock[tick] for tick, _ in walk.replays}
     for tick, replay in walk.replays:
         targets = {value_of[target] for target in replay.targets}
         for value, block in _blocks_of_replay(problem, replay, taken, now[tick], again):
             (replayed if value in targets else by_ops).append(block)
-        now[tick] += _replay_times(replay, taken)[-1]
+        times = _replay_times(replay, taken)
+        replay_times += [(now[tick] + time - 1, op) for op, time in zip(replay.ops, times[1:], strict=True)]
+        now[tick] += times[-1]
     size_bytes = problem.size_bytes.tolist()
     fetched = [Block(clock[back[s]], clock[end[s] + 1], size_bytes[s]) for s in walk.copied_in]
     point_times = tuple(clock[tick] for tick in profile.point_ticks)
@@ -113,6 +117,7 @@ def blocks_of(problem: Problem, schedule: Schedule, *, sums_in_place: bool = Fal
         end=clock[-1],
         point_times=point_times,
         op_times=tuple(clock[tick + 1] - 1 for tick in profile.op_ticks),
+        replay_times=tuple(replay_times),
     )
 
 

@@ -213,7 +213,8 @@ class Capture(ToggledMode):
             return -1
         born = self.values[op.inputs[0]].born
         is_older = born >= 0 and self.ops[born].phase is Phase.BACKWARD and self.ops[born].node != op.node
-        return op.inputs[0] if is_older and is_dense(plain[0]) else -1
+        is_alike = len(plain) == 2 and plain[0].stride() == plain[1].stride()
+        return op.inputs[0] if is_older and is_alike and is_dense(plain[0]) else -1
 
     def look_for_checkpoint(self, compiled: str | None = None) -> None:
         """Detects a checkpoint: autograd is off in backward, so if it is on, a forward runs again."""
