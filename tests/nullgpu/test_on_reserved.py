@@ -95,7 +95,7 @@ def test_a_profile_knows_in_which_order_an_op_takes_its_blocks() -> None:
 def test_a_trace_of_the_users_goes_on_and_then_blocks_are_not_known() -> None:
     torch.cuda.memory._record_memory_history("all", context=None)
     try:
-        assert not any(op.blocks for op in CASE.profile().ops)
+        assert not any(op.blocks for op in CASE.new_profile().ops)
         assert not can_trace_memory()
     finally:
         torch.cuda.memory._record_memory_history(None)
