@@ -56,10 +56,11 @@ def reserved_peak(problem: Problem, schedule: Schedule, *, is_expandable: bool |
         if others[block.size_bytes] and block.end >= blocks.end:
             others[block.size_bytes] -= 1
         else:
-            before.insert(0, block)
+            before.append(block)
     made = [Block(_optimizer_begins(profile, blocks), blocks.end, one) for one in of[Kind.OPTIMIZER_STATE]]
     for size_bytes in of[Kind.LIBRARY]:
         made += [Block(start, blocks.end, size_bytes // 2) for start in _first_products(profile, blocks)]
+    before.reverse()
     peak = peak_reserved(before, blocks.of_step, blocks.end, made_by_first=made, is_expandable=is_expandable)
     return peak.reserved_bytes
 
