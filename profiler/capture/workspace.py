@@ -159,8 +159,8 @@ class TracedWorkspace(AllocatorWorkspace):
         self._is_on = False
         self._marks_made: list[int | tuple[int, int]] = []
         """In their order: what is marked, or the address of a block and the output that lies in it."""
-        self._ops: list[CapturedOp] = []
-        self._takers: list[Taker] = []
+        self._ops: list[CapturedOp | None] = []
+        """None for compiled code, and for nodes that only hooks observe."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -181,8 +181,7 @@ class TracedWorkspace(AllocatorWorkspace):
         super().end(op, taker, is_part=is_part)
         if self._is_on:
             self._mark(ENDS)
-            self._ops.append(op)
-            self._takers.append(taker)
+            self._ops.append(op if taker is Taker.OP else None)
 
     def holds(self, op: CapturedOp, output: int, storage: torch.UntypedStorage) -> None:
         if storage.nbytes():
@@ -198,8 +197,8 @@ class TracedWorkspace(AllocatorWorkspace):
         if read is None:
             return
         events, outputs = read
-        for op, taker, own in zip(self._ops, self._takers, events_by_op(events), strict=True):
-            if taker is Taker.OP:
+        for op, own in zip(self._ops, events_by_op(events), strict=True):
+            if op is not None:
                 op.blocks = taken_in(own, outputs, len(op.outputs)).blocks
 
 

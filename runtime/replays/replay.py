@@ -390,17 +390,16 @@ class Recipe(msgspec.Struct, eq=False, weakref=True):
         from a value that is saved, but whose save point comes later.
         """
         gone = {record for (record, _), value in closure.leaves.items() if value is None and record.storage() is None}
-        made = {
-            op.order: record
-            for record in (closure.rebuilt if gone else ())
-            if record is not self.record
-            for op in (record.birth, *record.writes)
-            if op is not None
-        }
+        if not gone:
+            return False
+        of_op = ((op, record) for record in closure.rebuilt for op in (record.birth, *record.writes) if op is not None)
         is_new = False
-        for order, record in sorted(made.items(), key=lambda item: item[0]):
-            op = closure.ops.get(order)
-            if op is None or not any(view.record in gone for view in op.reads):
+        for op, record in sorted(of_op, key=lambda made: made[0].order):
+            if (
+                record is self.record
+                or op.order not in closure.ops
+                or not any(view.record in gone for view in op.reads)
+            ):
                 continue
             if record.storage() is None:
                 gone.add(record)
