@@ -1,7 +1,7 @@
 """Loops under FSDP2 or DDP on several processes: ``torchrun ... -m tests.online.sharded FOLDER NAME ...``.
 
-Each of the named kinds trains with ``auto`` and without a session. Those under FSDP2 that have one plan train with a
-plan that recomputes all that may be, too. What came of it goes to ``rankN.json`` in the FOLDER.
+Each of the named kinds trains with ``auto`` and without a session. Those under FSDP2 that have one plan train with
+plans that swap and that recompute all that may be, too. What came of it goes to ``rankN.json`` in the FOLDER.
 """
 
 from __future__ import annotations
@@ -246,17 +246,18 @@ def main(folder: Path, kinds: list[str]) -> None:
     with told(folder) as found:
         for kind in kinds:
             trained = functools.partial(train, (SHARDED | REPLICATED)[kind], functools.partial(step, kind), meter)
-            file, has_one_plan = folder / f"{kind}.json", kind in SHARDED and kind != "accumulating"
+            has_one_plan = kind in SHARDED and kind != "accumulating"
+            files = {decision: folder / f"{kind}-{decision}.json" for decision in ("swap", "recompute") if has_one_plan}
 
-            def write(session: Any, file: Path = file, writes: bool = has_one_plan) -> None:
-                if writes and torch.distributed.get_rank() == 0:
-                    all_that_may_be(session, "recompute").save(file)
+            def write(session: Any, files: dict[str, Path] = files) -> None:
+                for decision, file in files.items() if torch.distributed.get_rank() == 0 else ():
+                    all_that_may_be(session, decision).save(file)
 
             first = {} if kind in SHARDED else {"plain": trained(plain, steps=MOST_STEPS)}
             planned = trained(with_auto(folder / kind), write)
             found[kind] = {"planned": planned} | (first or {"plain": trained(plain, steps=planned["steps"])})
-            if has_one_plan:
-                found[kind]["recomputed"] = trained(with_plan(Plan.load(file)), steps=GIVEN_STEPS)
+            for decision, file in files.items():
+                found[kind][f"all_{decision}"] = trained(with_plan(Plan.load(file)), steps=GIVEN_STEPS)
 
 
 if __name__ == "__main__":
