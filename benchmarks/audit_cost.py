@@ -27,7 +27,7 @@ from poochplan.runtime.engine.audit import Audit, OnAudit
 from poochplan.runtime.session import Session
 from poochplan.workload import Workload
 
-NETWORKS: dict[str, dict[str, str]] = {"gpt2": {}, "resnet50": {"batch_size": "4"}, "unet3d": {}, "char_rnn": {}}
+NETWORKS: dict[str, dict[str, str]] = {"gpt2": {}, "resnet50": {"batch_size": "16"}, "unet3d": {}, "char_rnn": {}}
 SHARE, EVALUATIONS, ROOM, WARM = "60%", 100, 1.2, 4
 CALLED = ["step_begins", "step_ends", "is_kept", "leaves", "leaves_out", "passes", "point", "saved_again", "comes_back"]
 """What the engine and the session call of the audit in each step."""
