@@ -6,6 +6,7 @@ op measure its time on the device. They are read once for the whole step, so tha
 
 from __future__ import annotations
 
+import functools
 import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from poochplan.runtime.devices.backend import backend_of
 from poochplan.torch_private.cuda_internals import clear_cublas_workspaces
+from poochplan.torch_private.tensor_internals import unseen_by_modes
 
 _HALF_A_HEAD_START_CYCLES = 1_000_000
 """About half a millisecond of a GPU."""
@@ -91,10 +93,30 @@ def clock_of(where: torch.device) -> Clock:
 
 
 def library_bytes(where: torch.device) -> int:
-    """Bytes that cuBLAS holds between ops. This call frees them; the next op takes them again. 0 on other devices."""
+    """Bytes that cuBLAS holds between ops, and takes in replays. This call frees them; the next op takes them again.
+    0 on other devices.
+    """
     if where.type != "cuda":
         return 0
     torch.cuda.synchronize(where)
+    held_bytes = _freed_workspaces(where)
+    return held_bytes + (_light_bytes(where) if held_bytes else 0)
+
+
+def _freed_workspaces(where: torch.device) -> int:
     before_bytes = torch.cuda.memory_allocated(where)
     clear_cublas_workspaces()
     return before_bytes - torch.cuda.memory_allocated(where)
+
+
+@functools.cache
+def _light_bytes(where: torch.device) -> int:
+    """Bytes of cuBLASLt's own workspace of a thread, before torch 2.12. Autograd's thread may only take it in a replay.
+    Later versions of torch have one workspace for both libraries, and this is 0.
+    """
+    with unseen_by_modes(), torch.no_grad():
+        rows, bias = torch.ones(16, 16, device=where), torch.ones(16, device=where)
+        torch.addmm(bias, rows, rows)
+        both_bytes = _freed_workspaces(where)
+        torch.mm(rows, rows)
+        return both_bytes - _freed_workspaces(where)

@@ -209,7 +209,7 @@ def case_of(name: str) -> Case:
         try:
             CASES[name].fresh()[1]()
         except RuntimeError as error:
-            if "No available kernel" not in str(error):
+            if not any(one in str(error) for one in ("No available kernel", "CUDNN_STATUS_NOT_INITIALIZED")):
                 raise
             pytest.skip("this back end refuses such inputs on this device")
     return CASES[name]
