@@ -461,7 +461,7 @@ def _running_on(processors: frozenset[int]) -> Iterator[None]:
 def _forget_error() -> None:
     """CUDA keeps the last failure, and torch would report it for the next kernel. Here that failure does not matter."""
     with contextlib.suppress(RuntimeError), without_modes():
-        torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
+        torch.ones(1, device=torch.device("cuda", torch.cuda.current_device()))  # a kernel; zeros may be a memset
 
 
 def _not_to_be_had(size_bytes: int, reason: str) -> OSError:

@@ -7,6 +7,7 @@ from typing import Any
 
 # Read by cuBLAS when it is first used; deterministic algorithms need it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")  # KiB; since torch 2.15 ops take it, and small networks would not
 
 import pytest
 import torch
