@@ -166,30 +166,38 @@ def _installed() -> Library:
     return found
 
 
-class AllocatorBuild(NativeBuild):
-    """Builds with torch's settings. libc10 is found by name, as torch has loaded it: any environment may share it."""
+class TorchBuild(NativeBuild):
+    """Builds with torch's settings, headers and ``libraries``, which are found by name, as torch has loaded them: any
+    environment may share what is built.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, sources: Path, without: str, libraries: tuple[str, ...]) -> None:
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-        without = "budgets cover live tensors and not the memory inside ops, and steps have no arena"
-        super().__init__("allocator", Path(__file__).parent / "native", ("-std=c++20", abi), without)
+        super().__init__(name, sources, ("-std=c++20", abi), without)
+        self.libraries = libraries
 
     def facts(self) -> tuple[str, ...]:
         return f"torch-{torch.__version__}", str(torch.version.git_version)
 
     def options(self) -> list[str]:
         if not sys.platform.startswith("linux"):
-            raise NativeError(f"expected Linux for the compiled allocator, found {sys.platform}; use it there")
+            raise NativeError(f"expected Linux for the compiled {self.name}, found {sys.platform}; use it there")
         folder = Path(torch.__file__).parent
-        for part in ("include/c10/core/Allocator.h", "lib/libc10.so"):
+        for part in ("include/c10/core/Allocator.h", *(f"lib/lib{library}.so" for library in self.libraries)):
             if not (folder / part).exists():
                 raise NativeError(
                     f"expected {part} in {folder}, found none; install torch from its wheel, which has it"
                 )
-        return ["-isystem", str(folder / "include"), f"-L{folder / 'lib'}", "-lc10", "-pthread"]
+        linked = (f"-l{library}" for library in self.libraries)
+        return ["-isystem", str(folder / "include"), f"-L{folder / 'lib'}", *linked, "-pthread"]
 
 
-ALLOCATOR = AllocatorBuild()
+ALLOCATOR = TorchBuild(
+    "allocator",
+    Path(__file__).parent / "native",
+    "budgets cover live tensors and not the memory inside ops, and steps have no arena",
+    ("c10",),
+)
 library_file, is_built, build = ALLOCATOR.file, ALLOCATOR.is_built, ALLOCATOR.build
 compiler_name = ALLOCATOR.compiler_name
 

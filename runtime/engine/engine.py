@@ -44,13 +44,13 @@ from poochplan.formats.plan import Decision, Instructions
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.metering.census import one_moment
-from poochplan.runtime.replays.replay import NotReplayable, Recipe, StorageRecord
-from poochplan.runtime.replays.tape import Recorder, Tape
+from poochplan.runtime.replays.compiled_tape import recording
+from poochplan.runtime.replays.replay import NotReplayable, StorageRecord
 from poochplan.runtime.run_report import FallbackKind, Fallbacks
 from poochplan.runtime.step_policies.diagnosis import CANNOT_WRITE, KEPT, SAFELY
 from poochplan.runtime.step_policies.left_out import LeftOut
 from poochplan.runtime.step_policies.step_policy import NOTHING, Actions, Chooser, Diverged, StepPolicy
-from poochplan.tensors.modes import Unseen
+from poochplan.tensors.modes import Unseen, compiled_modules
 from poochplan.tensors.storages import Geometry, Shell, plain_storage, saved_part
 from poochplan.torch_private.tensor_internals import in_backward, is_scripted, mode_count, storage_identity
 
@@ -63,6 +63,7 @@ from .saved_value import SavedHandle, SavedValue, held_source
 
 AroundCall = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 """Returns the callable that replaces a compiled callable, which is given with its path."""
+_NOTHING = contextlib.nullcontext()
 
 
 class Engine:
@@ -75,6 +76,7 @@ class Engine:
     model: its parameters and buffers are those of rule 2.
     parts: if ``model`` consists of several models, each by its name. A segment belongs to one of them.
     rebuild: runs replays.
+    is_compiled: whether the compiled tape may record; ``rebuild`` then does not look at what replays read.
     on_idle: called when the last handle is gone.
     events: functions to call for events in a step.
     """
@@ -89,15 +91,15 @@ class Engine:
         parts: Mapping[str, torch.nn.Module] = MappingProxyType({}),
         on_idle: Callable[[], None] = lambda: None,
         events: StepEvents = NO_EVENTS,
+        is_compiled: bool = False,
     ) -> None:
         self.device = device
         self._index = -1 if device.where.index is None else device.where.index  # as tensors have it
         self.cursor = Cursor(on_idle)
-        self.tape = Tape(device.kind)
-        self.recorder = Recorder(self.tape)
+        self.tape, self.recorder = recording(device.kind, is_compiled=is_compiled and not compiled_modules(model))
         self.host = HostTier(chooser.alternatives)
         self.audit = Audit(device.where)
-        self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed, self.audit, events)
+        self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed, self.audit, events, self.tape)
         self._chooser = chooser
         self._policy: StepPolicy | None = None
         self.model = model
@@ -243,9 +245,8 @@ class Engine:
         return [value.storage for value in self._left_over() if value.storage is not None]
 
     def _left_over(self) -> list[SavedValue]:
-        if not self.cursor.holds_values:
-            return []
-        return [value for value in self.tape.earlier_values() if isinstance(value, SavedValue)]
+        values = self.tape.earlier_values() if self.cursor.holds_values else ()
+        return [value for value in values if isinstance(value, SavedValue)]
 
     # -- pack -------------------------------------------------------------------------------------------------
 
@@ -259,12 +260,12 @@ class Engine:
         """What the hook returns; users' modes do not see its ops."""
         start_s = time.perf_counter()
         with self._lock:
+            was_paused, self.tape.is_paused = self.tape.is_paused, True
             try:
-                if not mode_count():
-                    return hook(given)
-                with Unseen():
+                with Unseen() if mode_count() else _NOTHING:
                     return hook(given)
             finally:
+                self.tape.is_paused = was_paused
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
     def _pack(self, whole: torch.Tensor) -> SavedHandle:
@@ -398,7 +399,7 @@ class Engine:
     def _forget(self, value: SavedValue) -> None:
         assert self._policy is not None
         try:
-            recipe = Recipe(value.record, value.generation)
+            recipe = self.tape.recipe(value.record, value.generation)
         except NotReplayable as reason:  # Rule 10
             self._fell_back(FallbackKind.NOT_REPLAYABLE, f"{value.name} is swapped, not recomputed: {reason}")
             value.decision = Decision.SWAP
@@ -407,8 +408,6 @@ class Engine:
         self._policy.before_drop(value)
         self.mechanism.lets_go(value)
         value.is_dropped(recipe)
-
-    # -- unpack -----------------------------------------------------------------------------------------------
 
     def unpack(self, handle: SavedHandle) -> torch.Tensor:
         """Backward asks for a saved tensor: brings its value back if necessary."""
@@ -461,9 +460,8 @@ class Engine:
         self._carry_out(actions)
         return None
 
-    # -- actions at points (Rule 7) ---------------------------------------------------------------------------
-
     def _carry_out(self, actions: Actions) -> None:
+        """At a point (Rule 7)."""
         if actions is NOTHING:
             return
         self.mechanism.carry_out(actions)
@@ -475,9 +473,8 @@ class Engine:
             self._policy.copy_failed(value, error)
         self._fell_back(FallbackKind.HOST_TIER, CANNOT_WRITE.format(error.strerror))
 
-    # -- divergence (Rule 8) ----------------------------------------------------------------------------------
-
     def _diverge(self, reason: Diverged) -> None:
+        """The step is not the planned one from here on (Rule 8)."""
         assert self._policy is not None
         reason.__traceback__ = None  # its frames hold values, and itself once their locals have been read
         try:

@@ -16,8 +16,9 @@ from poochplan.errors import is_out_of_memory
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import ComputeDevice, Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.replays.replay import Content, RunOps, replay
+from poochplan.runtime.replays.replay import Content, RunOps
 from poochplan.runtime.replays.running import run_ops
+from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.step_policy import Actions
 
@@ -52,6 +53,7 @@ class Mechanism:
         copy_failed: Callable[[SavedValue, OSError], None],
         audit: Audit,
         events: StepEvents,
+        tape: Tape,
     ) -> None:
         self.report = StepReport()
         self.timed = self._is_short_of_ways = False
@@ -60,7 +62,7 @@ class Mechanism:
         self._host = host
         self._rebuild = rebuild
         self._copy_failed = copy_failed
-        self._audit, self._events = audit, events
+        self._audit, self._events, self._tape = audit, events, tape
 
     def carry_out(self, actions: Actions) -> None:
         """Carries out the actions of a point, in order (rule 7)."""
@@ -146,8 +148,8 @@ class Mechanism:
     def run_replay(self, value: SavedValue, run: RunOps) -> list[SavedValue]:
         """One replay, whose ops ``run`` runs; brings back all values that it rebuilds."""
         resident = self.rescued if self._is_short_of_ways else self.resident
-        found = replay(
-            value, lambda one: resident(_saved(one)), self.device.kind, run, from_copies=run is run_ops
+        found = self._tape.replay(
+            value, lambda one: resident(_saved(one)), run, from_copies=run is run_ops
         )  # verification asks what the step itself writes
         back = [_saved(one) for one in found]
         for rebuilt in back:

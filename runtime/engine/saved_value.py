@@ -75,7 +75,7 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
             probe, geometry = detached_alias(tensor), None
         else:
             probe, geometry = version_probe(tensor), Geometry.of(tensor)
-        written, version = len(record.writes), version_of(tensor)
+        written, version = record.generation, version_of(tensor)
         return cls(decision, record, written, probe, version, geometry, storage.nbytes(), storage, home)
 
     @property

@@ -163,6 +163,16 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
         self.writes = (*self.writes, op)
         self.broken |= op is None or not op.usable
 
+    @property
+    def generation(self) -> int:
+        """That of its present content."""
+        return len(self.writes)
+
+    @property
+    def is_born(self) -> bool:
+        """Whether the op that created it was recorded."""
+        return self.birth is not None
+
     def attach(self, value: Content) -> None:
         """The storage has become a saved value: recipes that read it now claim the value instead of what they held."""
         self.value = weakref.ref(value)
@@ -227,6 +237,9 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
 
 def source_of(record: StorageRecord) -> View | None:
     """What a recorded cast or clone has read to make the storage; None if that was written since, or is gone."""
+    if not isinstance(record, StorageRecord):  # of a compiled tape
+        found = record.source()
+        return found and View(found[0], found[1], Geometry(*found[2:6]), None, found[6:])
     maker = record.birth
     if maker is None or record.writes or maker.func not in WIDENING or len(maker.reads) != 1:
         return None

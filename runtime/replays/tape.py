@@ -25,7 +25,19 @@ from poochplan.torch_private.switches import SwitchReader
 from poochplan.torch_private.tensor_internals import WIDENING, called_below_autograd, storage_identity, version_of
 
 from .host_copies import MOST_BYTES, MOST_OTHERS_BYTES
-from .replay import OFF, Birth, Content, CounterBefore, RecordedOp, Scratch, StorageRecord, View
+from .replay import (
+    OFF,
+    Birth,
+    Content,
+    CounterBefore,
+    Recipe,
+    RecordedOp,
+    RunOps,
+    Scratch,
+    StorageRecord,
+    View,
+    replay,
+)
 from .running import state_of
 
 
@@ -167,12 +179,16 @@ def _generator_of(flat: list[Any], device_type: str) -> Generator:
     for leaf in flat:
         if isinstance(leaf, torch.Generator):
             return leaf
-    if device_type == "cpu":
-        return torch.default_generator
     places = [leaf if isinstance(leaf, torch.device) else getattr(leaf, "device", None) for leaf in flat]
     indices = [place.index for place in places if place is not None and place.type == device_type]
-    known = next((index for index in indices if index is not None), None)
-    return backend_of(torch.device(device_type) if known is None else torch.device(device_type, known)).generator()
+    return default_generator(device_type, next((index for index in indices if index is not None), None))
+
+
+def default_generator(device_type: str, index: int | None) -> Generator:
+    """The one from which an op draws that is given none, on the device of that index or on the current one."""
+    if device_type == "cpu":
+        return torch.default_generator
+    return backend_of(torch.device(device_type) if index is None else torch.device(device_type, index)).generator()
 
 
 class Tape:
@@ -188,6 +204,10 @@ class Tape:
         """Storage keys of parameters and buffers in this step, and their version counters at its beginning."""
         self.buffers = set[int]()
         """Storage keys of those that a step may write without an error in-core: buffers, and biases."""
+        self.at_first_recipe: Callable[[], None] | None = None
+        """Is called once, if something is to be replayed."""
+        self.is_paused = False
+        """Whether a hook runs, whose ops are not the step's. A dispatch mode is kept away from these by other means."""
         self.window = OFF
         """Number of the window that is being recorded, or was last; windows count from 1."""
         self._registry: dict[int, StorageRecord] = {}
@@ -229,9 +249,26 @@ class Tape:
                 record = StorageRecord(weakref.ref(storage), version_of(tensor))
                 self._earlier[storage_identity(storage)] = record
 
+    def recipe(self, record: StorageRecord, generation: int) -> Recipe:
+        """What the replay of this content needs; raises ``NotReplayable``."""
+        if self.at_first_recipe is not None:
+            call, self.at_first_recipe = self.at_first_recipe, None
+            call()
+        return Recipe(record, generation)
+
+    def replay(
+        self, value: Content, resident: Callable[[Content], torch.UntypedStorage], run: RunOps, *, from_copies: bool
+    ) -> list[Content]:
+        """Brings values back: see :func:`replay`."""
+        return replay(value, resident, self.device_type, run, from_copies=from_copies)
+
     def earlier_values(self) -> list[Content | None]:
         """Saved values of earlier steps; None for those that are not alive."""
         return [record.value() for record in self._earlier.values() if record.value is not None]
+
+    def registered(self) -> list[StorageRecord]:
+        """The records of the storages that the step has met."""
+        return list(self._registry.values())
 
     def known(self, storage: torch.UntypedStorage) -> StorageRecord | None:
         """The record of the storage. None if the step has saved no tensor on it, and no recorded op has read one."""

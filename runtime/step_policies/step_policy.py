@@ -185,7 +185,7 @@ def no_room(error: OSError, what: str) -> SpillError:
 def _is_part_of_data(tensor: torch.Tensor, record: StorageRecord) -> bool:
     """Whether it looks like a part of a data set, such as a batch of labels. Swapping it would free nothing."""
     is_part = tensor.nbytes < tensor.untyped_storage().nbytes()
-    return is_part and tensor.is_leaf and not tensor.requires_grad and record.birth is None
+    return is_part and tensor.is_leaf and not tensor.requires_grad and not record.is_born
 
 
 SHARE_BETWEEN_LOOKS = 0.1

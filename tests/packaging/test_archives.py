@@ -19,6 +19,7 @@ HOMES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools
 NATIVE = {
     "poochplan/planner/simulator/native/evaluator.cpp",
     "poochplan/runtime/arena/native/allocator.cpp",
+    "poochplan/runtime/replays/native/tape.cpp",
 }
 
 

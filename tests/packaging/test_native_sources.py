@@ -14,10 +14,14 @@ from poochplan.errors import NativeError
 from poochplan.native import NativeBuild
 from poochplan.planner.simulator.evaluator import EVALUATOR
 from poochplan.runtime.arena.library import ALLOCATOR
+from poochplan.runtime.replays.compiled_tape import TAPE
+from tests.depth import EVERYTHING
 from tests.packaging.folders import ROOT
 
 CLOCK = NativeBuild("clock", ROOT / "tests/planner/evaluator/native", (*EVALUATOR.flags, f"-I{EVALUATOR.sources}"))
-PARTS = pytest.mark.parametrize("part", [EVALUATOR, ALLOCATOR, CLOCK], ids=lambda part: part.name)
+OURS = (EVALUATOR, ALLOCATOR, CLOCK)
+TAPES = (TAPE,) if EVERYTHING else ()
+"""It includes more of torch, which takes half a minute."""
 STRICT = "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", "-Wno-unused-command-line-argument"
 """The last is for clang, which tells of options for linking."""
 FUNCTION = re.compile(r"^(?!POOCH|extern)\w[\w:<>*& ]*[ *&](\w+)\(", re.MULTILINE)
@@ -56,12 +60,12 @@ def functions_of(folders: Sequence[Path]) -> set[str]:
     return set(FUNCTION.findall(text))
 
 
-@PARTS
+@pytest.mark.parametrize("part", [*OURS, *TAPES], ids=lambda part: part.name)
 def test_it_is_compiled_without_a_warning(part: NativeBuild) -> None:
     assert check(part, part.sources / f"{part.name}.cpp") == ""
 
 
-@PARTS
+@pytest.mark.parametrize("part", OURS, ids=lambda part: part.name)
 def test_its_calls_with_a_vector_cannot_mean_a_function_of_the_standard_library(
     part: NativeBuild, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from tests.depth import PART, is_of_rest, runs_on_two_devices
 from tests.runtime.adversarial import AdversarialDevice, OpClock
+from tests.runtime.tapes import on_tapes, tape_of_sessions
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,6 +58,9 @@ def adversarial_sessions() -> Iterator[None]:
         patch.setattr("poochplan.runtime.applying.open_device", open_adversarial)
         yield
     assert [device.violations for device in opened if device.violations] == []
+
+
+pytest_generate_tests, tape = on_tapes, tape_of_sessions
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def count(session: Session) -> Counts:
         threads=threading.active_count(),
         files=len(list(Path("/proc/self/fd").iterdir())),
         spill_bytes=os.fstat(session._device.file.descriptor).st_size,
-        registered=sum(one.storage() is not None for one in session._engine.tape._registry.values()),
+        registered=sum(one.storage() is not None for one in session._engine.tape.registered()),
         unplanned_bytes=sum(behind - first for first, behind in host.taken()) - host.planned_bytes,
     )
 

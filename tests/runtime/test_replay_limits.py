@@ -203,7 +203,7 @@ def test_recordings_go_with_their_steps_and_do_not_wait_for_the_garbage_collecto
     with poochplan.apply(_replay_all(case.profile()), model) as session, no_collector():
         for _ in itertools.islice(steps(step, session), 12):
             blocks.append(sys.getallocatedblocks())
-        storages = sum(one.storage() is not None for one in session._engine.tape._registry.values())
+        storages = sum(one.storage() is not None for one in session._engine.tape.registered())
     grown = [after - before for before, after in itertools.pairwise(blocks[4:])]
     assert statistics.median(grown) < 5 * storages, f"a step's recording has some 20 blocks a storage: {grown}"
 

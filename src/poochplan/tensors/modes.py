@@ -109,15 +109,13 @@ class ToggledMode(TorchDispatchMode):
     def switch_on(self) -> None:
         """Puts the mode on the calling thread's stack. It works from the next op, or from the rest of this one."""
         self._muted = False
-        if not self._pushed or self not in mode_stack():
+        if not self._pushed or not self._is_there():
             if is_in_transformed_op(or_compiled=not self.opens_compiled):
                 self._muted = self._pushed
                 self._comes_back = True
                 return
             self._pushed = True
-            above = _users_modes()
-            _take_off(above)
-            _put_on([self, *above])
+            self._comes()
 
     def switch_off(self) -> None:
         """Takes the mode off the calling thread's stack, at any position."""
@@ -125,14 +123,26 @@ class ToggledMode(TorchDispatchMode):
             self._comes_back = False
         if not self._pushed:
             return
-        stack = mode_stack()
         is_restored = in_backward() or is_in_transformed_op(or_compiled=not self.opens_compiled)
-        if is_restored or self not in stack:
+        if is_restored or not self._is_there():
             self._muted = True
             return
+        self._pushed = False
+        self._goes()
+
+    def _is_there(self) -> bool:
+        """Whether the calling thread's ops reach it."""
+        return self in mode_stack()
+
+    def _comes(self) -> None:
+        above = _users_modes()
+        _take_off(above)
+        _put_on([self, *above])
+
+    def _goes(self) -> None:
+        stack = mode_stack()
         above = stack[stack.index(self) + 1 :]
         _take_off([self, *above])
-        self._pushed = False
         _put_on(above)
 
     def leave_stack(self) -> None:

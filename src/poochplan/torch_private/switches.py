@@ -102,6 +102,13 @@ class SwitchState(NamedTuple):
     values: tuple[Any, ...]
 
 
+def state_now(kind: str) -> SwitchState:
+    """How all switches of a type of device are now."""
+    named = (switch for (of, _), switches in _NAMED.items() if of == kind for switch in switches)
+    switches = tuple(dict.fromkeys((*_ALWAYS.get(kind, ()), *_OTHERS, *named, *_RARE.get(kind, ()))))
+    return SwitchState(switches, tuple(switch.get() for switch in switches))
+
+
 class SwitchReader:
     """State: the states of switches that a window of recording has met, and those that are read where it begins."""
 

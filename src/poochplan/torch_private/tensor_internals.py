@@ -71,6 +71,23 @@ def holders_of(storage: torch.UntypedStorage) -> int:
 schema_of: Callable[[Any], torch.FunctionSchema] = attrgetter("_schema")
 """An op's schema: the arguments that it writes, and whether its results are views."""
 
+schema_named: Callable[[str, str], torch.FunctionSchema] = torch._C._get_schema
+"""The schema of an op that Python has no object for, by its name and overload."""
+
+
+def take_dispatch_key(name: str) -> bool:
+    """Has operators like ``torch.cond`` ignore a dispatch key, also those to come, as they ignore torch's own keys for
+    modes. False, and nothing is changed, if torch or another library has registered something for that key.
+    """
+    key: Any = torch._C._parse_dispatch_key(name)
+    if torch._C._dispatch_has_backend_fallback(key) or torch._C._dispatch_get_registrations_for_dispatch_key(name):
+        return False
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
+    for op in torch._ops._higher_order_ops.values():
+        op.fallthrough(key)
+    return True
+
+
 COO_PARTS = ("_indices", "_values")
 """The methods for a sparse tensor's parts that also work if it is not coalesced, unlike the public ones."""
 

@@ -1,0 +1,250 @@
+"""The compiled tape: records below autograd, keeps recipes and runs replays in C++ (``native/``), as ``tape.py`` does.
+
+It serves where ``POOCH_TAPE=compiled`` asks for it. It is built once for each torch and Python, against torch's
+headers. It sees ops by a dispatch key that torch does not use. If another library has that key, or parts of the model
+are compiled (whose guards would see the key), the tape of Python serves, as it does for verification, which compares
+what each op has read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from poochplan.errors import NativeError
+from poochplan.guard import users
+from poochplan.runtime.arena.library import ALLOCATOR, TorchBuild
+from poochplan.runtime.devices.backend import Generator
+from poochplan.runtime.messages import warn_once
+from poochplan.tensors.modes import ToggledMode, is_dispatched_plainly
+from poochplan.tensors.operators import CUDNN_RNN, Traits, traits
+from poochplan.torch_private.switches import SwitchesAsRecorded, state_now
+from poochplan.torch_private.tensor_internals import WIDENING, outside_transforms, schema_named, take_dispatch_key
+
+from .host_copies import HostCopy
+from .replay import OFF, Content, NotReplayable, RunOps
+from .running import set_state_of, state_of
+from .tape import Recorder, Tape, default_generator
+
+NAME, KEY = "tape", "Fake"
+IS_ASKED_FOR = os.environ.get("POOCH_TAPE") == "compiled"
+"""Not by default, because it has not been tried on all that the tape of Python has."""
+
+
+class TapeBuild(TorchBuild):
+    """Builds with Python's headers too."""
+
+    def __init__(self) -> None:
+        without, libraries = "recording and replaying take longer", ("c10", "torch_cpu", "torch_python")
+        super().__init__(NAME, Path(__file__).parent / "native", without, libraries)
+
+    def facts(self) -> tuple[str, ...]:
+        return *super().facts(), f"{sys.implementation.cache_tag}{sysconfig.get_config_var('ABIFLAGS') or ''}"
+
+    def options(self) -> list[str]:
+        options, python = super().options(), Path(sysconfig.get_paths()["include"])
+        header = Path(torch.__file__).parent / "include/c10/core/DispatchKey.h"
+        if not _key_is_below_modes(header.read_text(encoding="utf-8")):
+            raise NativeError(f"expected torch 2.13 or newer for the tape in C++, found {torch.__version__}; update it")
+        if not (python / "Python.h").exists():
+            raise NativeError(f"expected Python.h in {python}, found none; install Python's headers (python3-dev)")
+        return ["-isystem", str(python), *options]
+
+    def module(self) -> ModuleType:
+        """The module of Python, which is built if necessary. Raises ``NativeError``."""
+        file = str(self.build())
+        try:
+            spec = importlib.util.spec_from_file_location(NAME, file, loader=ExtensionFileLoader(NAME, file))
+            assert spec is not None
+            assert spec.loader is not None
+            found = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(found)
+        except ImportError as error:
+            raise NativeError(f"{file}: cannot be loaded ({error}); remove it, and it is built anew") from None
+        return found
+
+
+def _key_is_below_modes(header: str) -> bool:
+    """Whether users' modes see an op before the key does. In older versions it comes before them, or is not there."""
+    return 0 < header.find(f"\n  {KEY},") < header.find("\n  Python,")
+
+
+TAPE = TapeBuild()
+
+
+@functools.cache
+def _module() -> Any:
+    """The installed module; None if it cannot be loaded, or another library has the key."""
+    try:
+        found: Any = TAPE.module()
+    except (NativeError, OSError):
+        return None
+    if not take_dispatch_key(KEY):
+        warn_once(f"another library uses torch's dispatch key {KEY}, so {TAPE.without}; run without that library")
+        return None
+    found.install()
+    return found
+
+
+def recording(device_type: str, *, is_compiled: bool) -> tuple[Tape, Recorder]:
+    """A tape and its recorder: the compiled ones if they may serve and are there, else those of Python."""
+    is_compiled = is_compiled and IS_ASKED_FOR and device_type in ("cpu", "cuda")
+    if is_compiled and TAPE.is_built():
+        module = _module()
+        if module is not None:
+            tape = _class_of(module)(device_type)
+            return tape, cast(Recorder, CompiledRecorder(tape))  # the interfaces are the same
+    plain = Tape(device_type)
+    if is_compiled and not TAPE.is_built():
+        plain.at_first_recipe = build_beside
+    return plain, Recorder(plain)
+
+
+@functools.cache
+def build_beside() -> None:
+    """Has the compiled tape built by another process, for the sessions to come: that goes on when this one ends, and
+    takes the processor where nothing else wants it. Tells, once, why it cannot be built or was not. Where the same is
+    true of the allocator, that is told, and not this.
+    """
+    if why := TAPE.why_unavailable() or TAPE.last_failure():
+        if why != ALLOCATOR.why_unavailable():
+            warn_once(TAPE.untold(why))
+        return
+    with contextlib.suppress(RuntimeError):  # with limited address space there is no thread
+        threading.Thread(target=_build, name="tape's build", daemon=True).start()
+
+
+def _build() -> None:
+    with contextlib.suppress(OSError):  # the next process tells why it was not built
+        none = subprocess.DEVNULL
+        command = [sys.executable, "-P", "-m", __name__]
+        subprocess.run(command, stdin=none, stdout=none, stderr=none, check=False, start_new_session=True)
+
+
+@functools.cache
+def _class_of(module: Any) -> Callable[[str], Any]:
+    class CompiledTape(module.Tape):  # type: ignore[misc]  # known once it is built
+        """The tape of a session, with the interface of ``Tape``."""
+
+        def __init__(self, device_type: str) -> None:
+            super().__init__(device_type, {}, set(), _HELPERS)
+
+        def __del__(self) -> None:
+            self.clear()
+
+        def forget(self, is_held: Callable[[], bool] | None = None) -> None:
+            super().forget(is_held)
+
+        def replay(
+            self, value: Content, resident: Callable[[Content], torch.UntypedStorage], run: RunOps, *, from_copies: bool
+        ) -> list[Content]:
+            try:
+                with outside_transforms():
+                    found: list[Content] = super().replay(value, resident, from_copies)
+            except NotReplayable as reason:
+                raise users(RuntimeError(MODIFIED.format(reason))) from None
+            return found
+
+    return CompiledTape
+
+
+MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "it is to be recomputed, and {}"
+)
+
+
+class CompiledRecorder(ToggledMode):
+    """Switches the compiled tape like a dispatch mode, though it is none: ops reach it by their key."""
+
+    def __init__(self, tape: Any) -> None:
+        super().__init__()
+        self.tape = tape
+
+    @property
+    def window(self) -> int:
+        """The window of recording that is open, or ``OFF``."""
+        return int(self.tape.window) if self.is_on and self.tape.is_on else OFF
+
+    def switch_on(self) -> None:
+        """Begins a new window of recording, unless one is open."""
+        if not self.is_on:
+            self.tape.begin_window(is_dispatched_plainly())
+        super().switch_on()
+        self.tape.is_on = self.is_on
+
+    def switch_off(self) -> None:
+        """Ends the window: later writes are not recorded."""
+        super().switch_off()
+        self.tape.is_on = self.is_on
+        self.tape.settle()
+        if failure := self.tape.take_failure():
+            raise RuntimeError(failure)
+
+    def _is_there(self) -> bool:
+        return bool(self.tape.is_here())
+
+    def _comes(self) -> None:
+        self.tape.come()
+
+    def _goes(self) -> None:
+        self.tape.go()
+
+
+# -- what the compiled tape asks of Python ----------------------------------------------------------------------------
+
+
+def _facts(name: str, overload: str) -> tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...]]:
+    func = _op(name, overload)
+    facts = traits(func) if func is not None else _opaque(name, overload)
+    flags = (facts.pure_view, facts.random, facts.uninitialised, facts.overwriting, facts.trusted, facts.may_write)
+    more = facts.makes_alike, facts.convolves, func in WIDENING, facts.name == CUDNN_RNN
+    return (*flags, *more), facts.written, facts.statistics
+
+
+def _op(name: str, overload: str) -> Any:
+    space, _, base = name.partition("::")
+    try:
+        return getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _opaque(name: str, overload: str) -> Traits:
+    schema = schema_named(name, overload)
+    written = (at for at, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write)
+    return Traits(name, False, tuple(written), frozenset(), (), False, True, False, False)
+
+
+def _generator(given: Generator | None, device_type: str, index: int) -> Generator:
+    return given if given is not None else default_generator(device_type, None if index < 0 else index)
+
+
+_HELPERS = SimpleNamespace(
+    facts=_facts,
+    switch_state=state_now,
+    generator=_generator,
+    state_of=state_of,
+    set_state_of=set_state_of,
+    HostCopy=HostCopy,
+    NotReplayable=NotReplayable,
+    SwitchesAsRecorded=SwitchesAsRecorded,
+)
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    TAPE.build()

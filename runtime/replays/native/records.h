@@ -1,0 +1,216 @@
+// What recording knows: ops, storages and contents, as the classes of these names in replay.py.
+
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/Scalar.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/SmallVector.h>
+
+#include <array>
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace pooch {
+
+namespace py = pybind11;
+
+struct Op;
+struct Record;
+struct Recipe;
+using RecordPtr = std::shared_ptr<Record>;
+using OpPtr = std::shared_ptr<Op>;
+using Sizes = c10::SmallVector<int64_t, 5>;
+
+// A version counter, and the version that was read.
+struct Probe {
+  c10::VariableVersion counter;
+  int64_t version;
+
+  explicit Probe(const at::Tensor& tensor)
+      : counter(tensor.unsafeGetTensorImpl()->version_counter()), version(counter.current_version()) {}
+  Probe(c10::VariableVersion of, int64_t at) : counter(std::move(of)), version(at) {}
+  bool unwritten() const { return static_cast<int64_t>(counter.current_version()) == version; }
+};
+
+inline int64_t version_of(const at::Tensor& tensor) {
+  return static_cast<int64_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
+}
+
+struct Geometry {
+  c10::ScalarType dtype;
+  Sizes sizes, strides;
+  int64_t offset;
+
+  explicit Geometry(const at::Tensor& tensor)
+      : dtype(tensor.scalar_type()),
+        sizes(tensor.sizes().begin(), tensor.sizes().end()),
+        strides(tensor.strides().begin(), tensor.strides().end()),
+        offset(tensor.storage_offset()) {}
+
+  at::Tensor on(const c10::Storage& storage) const {
+    c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, at::kStrided, storage.device()));
+    at::Tensor tensor =
+        at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys, c10::scalarTypeToTypeMeta(dtype));
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+    return tensor;
+  }
+};
+
+// Where a tensor is among an op's arguments: `element` of a list, or -1.
+struct Slot {
+  int32_t argument, element;
+};
+
+struct View {
+  Slot slot;
+  RecordPtr record;
+  int64_t generation;
+  Geometry geometry;
+  std::optional<Probe> probe, source;
+};
+
+// Stands for running statistics: a replay gives the op a temporary tensor in their place.
+struct Scratch {
+  Slot slot;
+  Sizes sizes;
+  c10::ScalarType dtype;
+  c10::Device device;
+};
+
+struct Number {
+  Slot slot;
+  c10::Scalar value;
+};
+
+// An argument that is a list with tensors.
+struct List {
+  int32_t argument, size;
+  c10::TypePtr of;
+};
+
+struct Birth {
+  int32_t position;
+  RecordPtr record;
+};
+
+// torch's switches that decide which kernel an op runs.
+using Switches = std::array<int64_t, 28>;
+
+struct Op {
+  int64_t order;
+  c10::OperatorHandle handle;
+  bool grad_enabled, usable, widening;
+  bool uninitialised = false;
+  std::vector<c10::IValue> arguments;  // a tensor or a list with tensors is none
+  std::vector<List> lists;
+  std::vector<at::Tensor> constants;  // numbers of the host, copied
+  std::vector<Slot> constant_slots;
+  std::vector<Number> numbers;
+  std::vector<View> reads;
+  std::vector<Scratch> scratches;
+  std::vector<Birth> births;
+  std::vector<RecordPtr> writes;
+  Record* overwrites = nullptr;
+  py::object generator, state;  // of Python; null if it is not random
+  const Switches* switches = nullptr;
+
+  explicit Op(c10::OperatorHandle of) : handle(std::move(of)) {}
+};
+
+struct Record {
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  int64_t version;
+  bool was_there = false, broken = false, packed = false, may_copy = false;
+  OpPtr birth;
+  std::vector<OpPtr> writes;  // null for one that was not recorded
+  int64_t seen_in = 0;
+  py::object value;  // a weak reference to the saved value, or null
+  int64_t value_generation = 0;
+  std::optional<Probe> value_probe;
+  std::optional<int64_t> save_point;
+  std::map<int64_t, py::object> copies;
+  std::vector<std::weak_ptr<Recipe>> waiting;
+
+  Record(const c10::Storage& of, int64_t at)
+      : storage(of.getWeakStorageImpl()), version(at) {}
+
+  int64_t generation() const { return static_cast<int64_t>(writes.size()); }
+
+  void meet(int64_t found, int64_t window) {
+    if (found < version && !found) {
+      return;
+    }
+    const bool unbroken = packed || (window && window == seen_in);
+    if (found > version || (found < version && !unbroken)) {
+      was_written(nullptr);
+      version = found;
+    }
+    seen_in = window;
+  }
+
+  void was_written(const OpPtr& op) {
+    writes.push_back(op);
+    broken = broken || !op || !op->usable;
+  }
+
+  bool overwritten(int64_t upto) const {
+    return upto >= 1 && !writes.empty() && writes[0] && writes[0]->overwrites == this;
+  }
+
+  bool is_known() const {
+    return birth && birth->usable && !broken && (!birth->uninitialised || overwritten(generation()));
+  }
+
+  // The ops that make this content from nothing; false if one was not recorded or cannot be run again.
+  bool writers_up_to(int64_t upto, std::vector<OpPtr>& found) const {
+    if (!birth || !birth->usable || (birth->uninitialised && !overwritten(upto))) {
+      return false;
+    }
+    found.assign(1, birth);
+    for (int64_t i = 0; i < upto && i < generation(); ++i) {
+      if (!writes[i] || !writes[i]->usable) {
+        return false;
+      }
+      found.push_back(writes[i]);
+    }
+    return true;
+  }
+
+  bool is_awaited() const {
+    for (const auto& one : waiting) {
+      if (!one.expired()) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  void wait_for_value(const std::shared_ptr<Recipe>& recipe) {
+    for (const auto& one : waiting) {
+      if (one.lock() == recipe) {
+        return;
+      }
+    }
+    waiting.push_back(recipe);
+  }
+
+  // The saved value, if it still exists and has exactly this content; else None.
+  py::object value_at(int64_t wanted) const {
+    if (!value || value_generation != wanted || !value_probe || !value_probe->unwritten()) {
+      return py::none();
+    }
+    return value();
+  }
+
+  // Null if it is gone.
+  c10::intrusive_ptr<c10::StorageImpl> held() const { return storage.lock(); }
+};
+
+}  // namespace pooch

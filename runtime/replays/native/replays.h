@@ -1,0 +1,407 @@
+// What a replay needs, and running it: the functions of these names in replay.py and running.py.
+
+#pragma once
+
+#include "tape.h"
+
+#include <ATen/ScalarOps.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/ones.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+
+namespace pooch {
+
+using Need = std::pair<Record*, int64_t>;
+constexpr const char* WRITTEN_SINCE = "an input of the replay was written in place since it was read";
+
+inline py::object as_python(c10::Storage storage) {
+  return py::reinterpret_steal<py::object>(torch::createPyObject(storage));
+}
+
+// Raises NotReplayable, of Python.
+[[noreturn]] inline void not_replayable(const Tape& tape, const char* reason, const RecordPtr& record = nullptr) {
+  const py::object kind = tape.helpers().attr("NotReplayable");
+  PyErr_SetObject(kind.ptr(), kind(reason, record).ptr());
+  throw py::error_already_set();
+}
+
+struct Leaf {
+  RecordPtr record;
+  int64_t generation;
+  py::object value;  // None for a storage found in place
+  bool copied = false;
+};
+
+struct Closure {
+  std::map<int64_t, OpPtr> ops;
+  std::vector<Leaf> leaves;
+  std::map<Need, size_t> places;
+  std::vector<RecordPtr> rebuilt;
+  std::set<Record*> owned;
+  std::vector<std::pair<RecordPtr, py::object>> targets;
+
+  void take_copy(const Tape& tape, Leaf& leaf) {
+    if (!leaf.record->copies.count(leaf.generation)) {
+      not_replayable(tape, WRITTEN_SINCE, leaf.record);
+    }
+    leaf.copied = true;
+  }
+
+  void check(const Tape& tape) {
+    for (const auto& [order, op] : ops) {
+      for (const auto& written : op->writes) {
+        if (!owned.count(written.get())) {
+          not_replayable(tape, "running it again would overwrite another tensor");
+        }
+      }
+    }
+    for (const auto& [order, op] : ops) {
+      for (const auto& view : op->reads) {
+        const auto place = view.probe ? places.find({view.record.get(), view.generation}) : places.end();
+        if (place != places.end() && !view.probe->unwritten()) {
+          take_copy(tape, leaves[place->second]);
+        }
+      }
+    }
+  }
+};
+
+inline Closure closure_of(const Tape& tape, const RecordPtr& root, int64_t generation, bool follow_recipes) {
+  Closure closure;
+  std::vector<std::pair<RecordPtr, int64_t>> pending{{root, generation}};
+  std::set<Need> seen;
+  std::vector<OpPtr> writers;
+  while (!pending.empty()) {
+    const auto [record, wanted] = pending.back();
+    pending.pop_back();
+    if (!seen.insert({record.get(), wanted}).second) {
+      continue;
+    }
+    py::object value = record == root ? py::object(py::none()) : record->value_at(wanted);
+    const auto add_leaf = [&, record = record, wanted = wanted](py::object of) {
+      closure.places[{record.get(), wanted}] = closure.leaves.size();
+      closure.leaves.push_back({record, wanted, std::move(of)});
+    };
+    if (!value.is_none()) {
+      if (!(follow_recipes && value.attr("waits_for_replay").cast<bool>())) {
+        add_leaf(value);
+        continue;
+      }
+      closure.targets.emplace_back(record, value);
+    }
+    if (!record->writers_up_to(wanted, writers)) {
+      if (record == root || !value.is_none()) {
+        not_replayable(tape, "an op that made it was not recorded, or cannot be run again");
+      }
+      add_leaf(py::none());
+      if (wanted != record->generation()) {
+        closure.take_copy(tape, closure.leaves.back());
+      }
+      continue;
+    }
+    if (closure.owned.insert(record.get()).second) {
+      closure.rebuilt.push_back(record);
+    }
+    for (const auto& op : writers) {
+      closure.ops[op->order] = op;
+      for (const auto& view : op->reads) {
+        if (view.record != record) {
+          pending.emplace_back(view.record, view.generation);
+        }
+      }
+    }
+  }
+  closure.check(tape);
+  return closure;
+}
+
+inline c10::Storage storage_of(const Tape& tape, const RecordPtr& record) {
+  auto storage = record->held();
+  if (!storage) {
+    not_replayable(tape, "a tensor that it needs is gone");
+  }
+  return c10::Storage(std::move(storage));
+}
+
+// Everything that the replay of one value needs to stay.
+struct Recipe : std::enable_shared_from_this<Recipe> {
+  Tape* tape;
+  RecordPtr record;
+  int64_t generation;
+  std::vector<py::object> values;
+  std::vector<c10::Storage> storages;
+
+  Recipe(Tape* of, RecordPtr root, int64_t at) : tape(of), record(std::move(root)), generation(at) {}
+
+  void refresh() {
+    const Closure closure = closure_of(*tape, record, generation, false);
+    std::vector<py::object> found;
+    std::vector<c10::Storage> in_place;
+    for (const auto& leaf : closure.leaves) {
+      if (!leaf.value.is_none()) {
+        found.push_back(leaf.value);
+        continue;
+      }
+      in_place.push_back(storage_of(*tape, leaf.record));
+      leaf.record->wait_for_value(shared_from_this());
+      if (leaf.record->may_copy) {
+        tape->keep_copy(*leaf.record, leaf.generation);
+      }
+    }
+    for (const auto& one : closure.rebuilt) {
+      if (one != record) {
+        one->wait_for_value(shared_from_this());
+      }
+    }
+    values = std::move(found);
+    storages = std::move(in_place);
+  }
+};
+
+// The storage has become a saved value: recipes that read it now claim the value instead of what they held.
+inline void attach(Record& record, const py::object& value) {
+  record.value = py::reinterpret_steal<py::object>(PyWeakref_NewRef(value.ptr(), nullptr));
+  record.value_generation = value.attr("generation").cast<int64_t>();
+  const auto probe = value.attr("probe").cast<at::Tensor>();
+  record.value_probe.emplace(probe.unsafeGetTensorImpl()->version_counter(), value.attr("version").cast<int64_t>());
+  const auto waiting = std::move(record.waiting);
+  record.waiting.clear();
+  for (const auto& reference : waiting) {
+    if (const auto recipe = reference.lock()) {
+      try {
+        recipe->refresh();
+      } catch (py::error_already_set& error) {  // the replay reports what was written
+        if (!error.matches(recipe->tape->helpers().attr("NotReplayable"))) {
+          throw;
+        }
+      }
+    }
+  }
+}
+
+// What a recorded cast or clone has read to make the storage; null if that was written since, or is gone.
+inline const View* source_of(const Record& record) {
+  const OpPtr& maker = record.birth;
+  if (!maker || !record.writes.empty() || !maker->widening || maker->reads.size() != 1) {
+    return nullptr;
+  }
+  const View& read = maker->reads[0];
+  const bool is_there = read.source && read.record->held();
+  return is_there && read.source->unwritten() && read.record->generation() == read.generation ? &read : nullptr;
+}
+
+// -- running -----------------------------------------------------------------------------------------------------
+
+class Run {
+ public:
+  Run(Tape& tape, const Closure& closure, std::map<Need, c10::Storage> there, std::set<Record*> keep)
+      : tape_(tape), closure_(closure), there_(std::move(there)), keep_(std::move(keep)) {}
+
+  std::map<Record*, c10::Storage> run() {
+    for (const auto& [order, op] : closure_.ops) {
+      for (const auto& view : op->reads) {
+        last_use_[view.record.get()] = order;
+      }
+    }
+    const auto where = tape_.is_cuda() ? at::kCUDA : at::kCPU;
+    const bool is_cast = at::autocast::is_autocast_enabled(where);
+    const c10::AutoGradMode with_gradients(c10::GradMode::is_enabled());  // behind the replay as before
+    py::object switches = py::none();
+    at::autocast::set_autocast_enabled(where, false);
+    try {
+      for (const auto& [order, op] : closure_.ops) {
+        turn(switches, op->switches);
+        run(*op);
+      }
+    } catch (...) {
+      at::autocast::set_autocast_enabled(where, is_cast);
+      leave(switches);
+      throw;
+    }
+    at::autocast::set_autocast_enabled(where, is_cast);
+    leave(switches);
+    return std::move(built_);
+  }
+
+ private:
+  // Sets the switches that are not as they were.
+  void turn(py::object& block, const Switches* wanted) {
+    if (wanted == now_) {
+      return;
+    }
+    if (switches_now(tape_.is_cuda()) != *wanted) {
+      if (block.is_none()) {
+        block = tape_.helpers().attr("SwitchesAsRecorded")();
+      }
+      block.attr("turn")(tape_.state_of(wanted));
+    }
+    now_ = wanted;
+  }
+
+  static void leave(const py::object& block) {
+    if (!block.is_none()) {
+      block.attr("__exit__")(py::none(), py::none(), py::none());
+    }
+  }
+
+  void run(const Op& op) {
+    c10::GradMode::set_enabled(op.grad_enabled);
+    Stack stack = arguments(op);
+    call(op, stack);
+    for (const auto& birth : op.births) {
+      Record* record = birth.record.get();
+      const auto last = last_use_.find(record);
+      if (keep_.count(record) || (last != last_use_.end() && last->second > op.order)) {
+        built_[record] = output(stack, birth.position).storage();
+      }
+    }
+    stack.clear();
+    for (const auto& view : op.reads) {
+      Record* record = view.record.get();
+      if (last_use_[record] == op.order && !keep_.count(record)) {
+        built_.erase(record);
+      }
+    }
+  }
+
+  Stack arguments(const Op& op) {
+    Stack stack(op.arguments.begin(), op.arguments.end());
+    std::vector<std::pair<int32_t, std::vector<IValue>>> lists;
+    for (const auto& list : op.lists) {
+      lists.emplace_back(list.argument, std::vector<IValue>(list.size));
+    }
+    const auto put = [&](Slot slot, at::Tensor tensor) {
+      if (slot.element < 0) {
+        stack[slot.argument] = std::move(tensor);
+        return;
+      }
+      for (auto& [argument, items] : lists) {
+        if (argument == slot.argument) {
+          items[slot.element] = std::move(tensor);
+        }
+      }
+    };
+    for (const auto& view : op.reads) {
+      put(view.slot, view.geometry.on(content(op, view)));
+    }
+    for (const auto& scratch : op.scratches) {
+      put(scratch.slot, at::ones(scratch.sizes, at::TensorOptions(scratch.dtype).device(scratch.device)));
+    }
+    for (const auto& number : op.numbers) {
+      put(number.slot, at::native::wrapped_scalar_tensor(number.value));
+    }
+    for (size_t i = 0; i < op.constants.size(); ++i) {
+      put(op.constant_slots[i], op.constants[i]);
+    }
+    for (size_t i = 0; i < lists.size(); ++i) {
+      c10::impl::GenericList list(op.lists[i].of);
+      for (auto& item : lists[i].second) {
+        list.push_back(std::move(item));
+      }
+      stack[lists[i].first] = std::move(list);
+    }
+    return stack;
+  }
+
+  const c10::Storage& content(const Op& op, const View& view) const {
+    Record* record = view.record.get();
+    // The op only writes the replay's own storages, never a saved value.
+    const bool owned = std::find(op.writes.begin(), op.writes.end(), view.record) != op.writes.end();
+    const auto found = owned ? there_.end() : there_.find({record, view.generation});
+    return found == there_.end() ? built_.at(record) : found->second;
+  }
+
+  void call(const Op& op, Stack& stack) {
+    if (!op.state) {
+      const py::gil_scoped_release without_lock;
+      op.handle.callBoxed(stack);
+      return;
+    }
+    const py::object& helpers = tape_.helpers();
+    const py::object now = helpers.attr("state_of")(op.generator);
+    helpers.attr("set_state_of")(op.generator, op.state);
+    try {
+      const py::gil_scoped_release without_lock;
+      op.handle.callBoxed(stack);
+    } catch (...) {
+      helpers.attr("set_state_of")(op.generator, now);
+      throw;
+    }
+    helpers.attr("set_state_of")(op.generator, now);
+  }
+
+  static at::Tensor output(const Stack& stack, int32_t position) {
+    for (const IValue& one : stack) {
+      if (one.isList()) {
+        const auto items = one.toListRef();
+        if (position < static_cast<int32_t>(items.size())) {
+          return items[position].toTensor();
+        }
+        position -= static_cast<int32_t>(items.size());
+      } else if (position-- == 0) {
+        return one.toTensor();
+      }
+    }
+    throw std::out_of_range("a replayed op has fewer results than when it was recorded");
+  }
+
+  Tape& tape_;
+  const Closure& closure_;
+  std::map<Need, c10::Storage> there_;
+  std::set<Record*> keep_;
+  std::map<Record*, int64_t> last_use_;
+  std::map<Record*, c10::Storage> built_;
+  const Switches* now_ = nullptr;
+};
+
+// Brings the value, and every saved value on the way that waits for a replay, back.
+inline py::list bring_back(Tape& tape, const py::object& value, const py::function& resident, bool from_copies) {
+  const auto root = value.attr("record").cast<RecordPtr>();
+  const Closure closure = closure_of(tape, root, value.attr("generation").cast<int64_t>(), true);
+  std::map<Need, c10::Storage> there;
+  for (const auto& leaf : closure.leaves) {
+    const Need need{leaf.record.get(), leaf.generation};
+    if (!leaf.value.is_none()) {
+      there.emplace(need, torch::createStorage(resident(leaf.value).ptr()));
+    } else if (leaf.copied) {
+      if (!from_copies) {
+        not_replayable(tape, WRITTEN_SINCE, leaf.record);
+      }
+      there.emplace(need, torch::createStorage(leaf.record->copies.at(leaf.generation).attr("storage")().ptr()));
+    } else {
+      c10::Storage storage = storage_of(tape, leaf.record);
+      if (storage.nbytes() == 0) {
+        not_replayable(tape, "a sharded weight that it needs is not gathered");
+      }
+      there.emplace(need, std::move(storage));
+    }
+  }
+  std::vector<std::pair<RecordPtr, py::object>> targets{{root, value}};
+  targets.insert(targets.end(), closure.targets.begin(), closure.targets.end());
+  std::set<Record*> keep;
+  for (const auto& one : targets) {
+    keep.insert(one.first.get());
+  }
+  auto built = Run(tape, closure, std::move(there), std::move(keep)).run();
+  py::list back;
+  for (const auto& [record, target] : targets) {
+    target.attr("came_back")(as_python(built.at(record.get())));
+    back.append(target);
+  }
+  return back;
+}
+
+// The same, with torch's errors as those of Python.
+inline py::list replay(Tape& tape, const py::object& value, const py::function& resident, bool from_copies) {
+  try {
+    return bring_back(tape, value, resident, from_copies);
+  } catch (py::error_already_set&) {
+    throw;
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    throw py::error_already_set();
+  }
+}
+
+}  // namespace pooch

@@ -1,0 +1,189 @@
+// The compiled tape as a module of Python: recording below autograd, recipes and replays.
+
+#include "replays.h"
+
+#include <torch/library.h>
+
+namespace pooch {
+
+// The tape of this thread. It stays when its session is over: then it is off.
+static thread_local Tape* here = nullptr;
+// Whether this thread runs a hook of a session, whose ops are not the step's.
+static thread_local bool paused = false;
+
+// Records the op, unless it is a view. What of ours raises here ends recording: the user's op runs in any case.
+static Running begin(Tape& tape, const c10::OperatorHandle& handle, const Stack& stack) {
+  const py::gil_scoped_acquire lock;
+  try {
+    const Traits& facts = tape.traits_of(handle);
+    if (!facts.pure_view) {
+      const auto given = torch::jit::last(stack, handle.schema().arguments().size());
+      if (!tape.within_op || !tape.is_of_that_op(facts, given)) {
+        return tape.before(handle, facts, given);
+      }
+      tape.pass_over(facts, given);
+    }
+  } catch (const py::error_already_set& error) {
+    if (error.matches(PyExc_KeyboardInterrupt)) {
+      PyErr_SetInterrupt();
+    }
+    tape.fails(error.what());
+  } catch (const std::exception& error) {
+    tape.fails(error.what());
+  }
+  return {};
+}
+
+// Drops what has begun under the lock, also when the op has raised.
+class End {
+ public:
+  explicit End(Running running) : running_(std::move(running)) {}
+  End(const End&) = delete;
+  End& operator=(const End&) = delete;
+  ~End() {
+    if (running_.op) {
+      const py::gil_scoped_acquire lock;
+      running_ = {};
+    }
+  }
+  void ran(Tape& tape, const c10::OperatorHandle& handle, const Stack& stack) {
+    if (!running_.op) {
+      return;
+    }
+    const py::gil_scoped_acquire lock;
+    try {
+      tape.after(running_, torch::jit::last(stack, handle.schema().returns().size()));
+    } catch (const std::exception& error) {
+      tape.fails(error.what());
+    }
+    running_ = {};
+  }
+
+ private:
+  Running running_;
+};
+
+static void fallback(const c10::OperatorHandle& handle, DispatchKeySet keys, Stack* stack) {
+  const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, KEY);
+  Tape* tape = here;
+  if (tape == nullptr || !tape->is_on || paused) {
+    handle.redispatchBoxed(below, stack);
+    return;
+  }
+  const c10::impl::ExcludeDispatchKeyGuard unseen(KEY);  // what the op calls, and what is called here
+  End end(begin(*tape, handle, *stack));
+  handle.redispatchBoxed(below, stack);
+  end.ran(*tape, handle, *stack);
+}
+
+// Takes the key, once for a process.
+static void install() {
+  static auto& library = *new torch::Library(torch::Library::IMPL, "_", KEY, __FILE__, __LINE__);
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+static bool is_here(const Tape* tape) { return here == tape && c10::impl::tls_is_dispatch_key_included(KEY); }
+
+static void come(Tape* tape) {
+  here = tape;
+  c10::impl::tls_set_dispatch_key_included(KEY, true);
+  if (tape->within_op) {
+    c10::impl::tls_set_dispatch_key_included(DispatchKey::PythonTLSSnapshot, true);
+  }
+}
+
+static void go(Tape* tape) {
+  c10::impl::tls_set_dispatch_key_included(KEY, false);
+  if (tape->within_op) {
+    Tape::leave_snapshot();
+  }
+  here = nullptr;
+}
+
+static py::object source(const RecordPtr& record) {
+  const View* view = source_of(*record);
+  if (view == nullptr) {
+    return py::none();
+  }
+  at::Tensor probe = at::empty({0}, at::TensorOptions(view->geometry.dtype).device(view->record->held()->device()));
+  probe.unsafeGetTensorImpl()->set_version_counter(view->source->counter);
+  const Geometry& at = view->geometry;
+  const std::vector<int64_t> sizes(at.sizes.begin(), at.sizes.end()), strides(at.strides.begin(), at.strides.end());
+  return py::make_tuple(
+      view->record, view->generation, py::cast(at.dtype), py::tuple(py::cast(sizes)), py::tuple(py::cast(strides)),
+      at.offset, probe, view->source->version);
+}
+
+static std::shared_ptr<Recipe> recipe_of(Tape* tape, const RecordPtr& record, int64_t generation) {
+  if (!tape->failure.empty()) {
+    not_replayable(*tape, "recording has failed");
+  }
+  auto recipe = std::make_shared<Recipe>(tape, record, generation);
+  recipe->refresh();
+  return recipe;
+}
+
+static const c10::StorageImpl* impl_of(const py::object& storage) {
+  return torch::createStorage(storage.ptr()).unsafeGetStorageImpl();
+}
+
+}  // namespace pooch
+
+PYBIND11_MODULE(tape, m) {
+  using namespace pooch;
+  m.def("install", &install);
+  py::class_<Record, RecordPtr>(m, "Record")
+      .def("storage", [](const Record& one) -> py::object {
+        auto held = one.held();
+        return held ? as_python(c10::Storage(std::move(held))) : py::object(py::none());
+      })
+      .def("attach", &attach)
+      .def("source", &source)
+      .def_property_readonly("value", [](const Record& one) -> py::object {
+        return one.value ? one.value : py::object(py::none());
+      })
+      .def_property_readonly("generation", &Record::generation)
+      .def_property_readonly("is_born", [](const Record& one) { return one.birth != nullptr; })
+      .def_property_readonly("broken", [](const Record& one) { return one.broken; })
+      .def_property_readonly("was_there", [](const Record& one) { return one.was_there; })
+      .def_property_readonly("writes", [](const Record& one) {
+        py::list found;
+        for (const auto& write : one.writes) {
+          found.append(write ? py::object(py::str(c10::toString(write->handle.operator_name()))) : py::none());
+        }
+        return found;
+      })
+      .def_readwrite("packed", &Record::packed)
+      .def_readwrite("save_point", &Record::save_point);
+  py::class_<Recipe, std::shared_ptr<Recipe>>(m, "Recipe")
+      .def_property_readonly("values", [](const Recipe& one) { return py::tuple(py::cast(one.values)); });
+  py::class_<Tape, std::unique_ptr<Tape, py::nodelete>>(m, "Tape")
+      .def(py::init<std::string, py::dict, py::set, py::object>())
+      .def_readonly("device_type", &Tape::device_type)
+      .def_readonly("static", &Tape::statics)
+      .def_readonly("buffers", &Tape::buffers)
+      .def_readonly("window", &Tape::window)
+      .def_readonly("count", &Tape::count)
+      .def("take_failure", &Tape::take_failure)
+      .def_readwrite("listener", &Tape::listener)
+      .def_property("is_on", [](const Tape& tape) { return tape.is_on.load(); },
+                    [](Tape& tape, bool is_on) { tape.is_on = is_on; })
+      .def_property("is_paused", [](const Tape&) { return paused; }, [](Tape&, bool is_so) { paused = is_so; })
+      .def("begin_window", &Tape::begin_window)
+      .def("come", &come)
+      .def("go", &go)
+      .def("is_here", [](const Tape& tape) { return is_here(&tape); })
+      .def("known", [](const Tape& tape, const py::object& storage) { return tape.known(impl_of(storage)); })
+      .def("record_of", &Tape::record_of)
+      .def("met", [](Tape& tape, const at::Tensor& tensor, const py::handle&, int64_t window) {
+        return tape.met(tensor, window);
+      })
+      .def("settle", &Tape::settle)
+      .def("forget", &Tape::forget)
+      .def("clear", &Tape::clear)
+      .def("is_given", &Tape::is_given)
+      .def("earlier_values", &Tape::earlier_values)
+      .def("registered", &Tape::registered)
+      .def("recipe", &recipe_of)
+      .def("replay", &replay);
+}
