@@ -135,6 +135,7 @@ struct Record {
   int64_t value_generation = 0;
   std::optional<Probe> value_probe;
   std::optional<int64_t> save_point;
+  int64_t kept = -1;  // the generation that recipes keep in place, because what it was made of is gone
   std::map<int64_t, py::object> copies;
   std::vector<std::weak_ptr<Recipe>> waiting;
 

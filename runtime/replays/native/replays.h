@@ -90,7 +90,8 @@ inline Closure closure_of(const Tape& tape, const RecordPtr& root, int64_t gener
       }
       closure.targets.emplace_back(record, value);
     }
-    if (!record->writers_up_to(wanted, writers)) {
+    const bool is_kept = record->kept == wanted && value.is_none() && record != root;
+    if (is_kept || !record->writers_up_to(wanted, writers)) {
       if (record == root || !value.is_none()) {
         not_replayable(tape, "an op that made it was not recorded, or cannot be run again");
       }
@@ -135,7 +136,10 @@ struct Recipe : std::enable_shared_from_this<Recipe> {
   Recipe(Tape* of, RecordPtr root, int64_t at) : tape(of), record(std::move(root)), generation(at) {}
 
   void refresh() {
-    const Closure closure = closure_of(*tape, record, generation, false);
+    Closure closure = closure_of(*tape, record, generation, false);
+    while (keeps_instead(closure)) {
+      closure = closure_of(*tape, record, generation, false);
+    }
     std::vector<py::object> found;
     std::vector<c10::Storage> in_place;
     for (const auto& leaf : closure.leaves) {
@@ -156,6 +160,45 @@ struct Recipe : std::enable_shared_from_this<Recipe> {
     }
     values = std::move(found);
     storages = std::move(in_place);
+  }
+
+ private:
+  // Whether what was made of inputs that are gone is from now on kept in their place, because it is still there.
+  bool keeps_instead(const Closure& closure) const {
+    std::set<Record*> gone;
+    for (const auto& leaf : closure.leaves) {
+      if (leaf.value.is_none() && !leaf.record->held()) {
+        gone.insert(leaf.record.get());
+      }
+    }
+    if (gone.empty()) {
+      return false;
+    }
+    std::multimap<int64_t, std::pair<Op*, Record*>> made;
+    for (const auto& one : closure.rebuilt) {
+      made.emplace(one->birth->order, std::make_pair(one->birth.get(), one.get()));
+      for (const auto& write : one->writes) {
+        if (write) {
+          made.emplace(write->order, std::make_pair(write.get(), one.get()));
+        }
+      }
+    }
+    bool is_new = false;
+    for (const auto& [order, by] : made) {
+      const auto& [op, one] = by;
+      const bool reads_gone = std::any_of(
+          op->reads.begin(), op->reads.end(), [&](const View& view) { return gone.count(view.record.get()) > 0; });
+      if (one == record.get() || !closure.ops.count(order) || !reads_gone) {
+        continue;
+      }
+      if (!one->held()) {
+        gone.insert(one);
+      } else if (one->kept != one->generation()) {
+        one->kept = one->generation();
+        is_new = true;
+      }
+    }
+    return is_new;
   }
 };
 
