@@ -123,7 +123,6 @@ class Attachment:
                 self.device,
                 self.whole,
                 rebuild=self._source.rebuild,
-                is_compiled=not self._source.verifies,
                 parts=self._parts,
                 on_idle=self._idle,
                 events=self._events,

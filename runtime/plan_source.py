@@ -90,9 +90,6 @@ class PlanSource:
         """The session begins. Returns the hooks that autograd calls: the engine's own, or some that call these."""
         return attachment.engine.pack, attachment.engine.unpack
 
-    verifies = False
-    """Whether ``rebuild`` looks at what replays read, which only the tape of Python shows."""
-
     def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
         """Brings back a value that waits for its replay."""
         rebuild_together(value, mechanism)

@@ -160,8 +160,6 @@ class LoopObserver(PlanSource):
         """Segments of that kind are studied anew."""
         self.kinds.pop(key, None)
 
-    verifies = True
-
     def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
         (self._observer.rebuild if self._observer is not None else self._rebuild)(value, mechanism)
 

@@ -12,6 +12,7 @@ write them any longer, or when backward first uses them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -26,18 +27,12 @@ from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.runtime.engine.mechanism import Mechanism
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
-from poochplan.runtime.replays.replay import (
-    WRITTEN_SINCE,
-    Leaves,
-    NotReplayable,
-    RecordedOp,
-    StorageRecord,
-    source_of,
-)
-from poochplan.runtime.replays.running import run_ops
+from poochplan.runtime.replays.compiled_tape import unrecorded
+from poochplan.runtime.replays.replay import WRITTEN_SINCE, NotReplayable, StorageRecord
+from poochplan.runtime.replays.running import Parts
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy, SwapEach, no_room
-from poochplan.tensors.storages import Geometry, bytes_of, memory_of
+from poochplan.tensors.storages import bytes_of, memory_of
 from poochplan.tensors.storages import parts_of as tensor_parts
 from poochplan.torch_private.tensor_internals import holders_of, without_modes
 
@@ -126,7 +121,7 @@ class Verify(Follow):
         away = [source for source in sources if source.storage is None]
         self._changed = []
         try:
-            back = mechanism.run_replay(value, self._run)
+            back = mechanism.run_replay(value, self._unchanged)
         except (PoochError, MemoryError, torch.OutOfMemoryError):
             raise  # an error of this machine's memory or disk, not of the replay
         except Exception as error:
@@ -144,14 +139,14 @@ class Verify(Follow):
             if source.decision is Decision.SWAP:
                 mechanism.release(source)  # its own use may be far
 
-    def _run(
-        self, ops: list[RecordedOp], there: Leaves, keep: set[StorageRecord], device_type: str
-    ) -> dict[StorageRecord, torch.UntypedStorage]:
+    @contextlib.contextmanager
+    def _unchanged(self, parts: Parts) -> Iterator[None]:
+        """A block behind which these parts are as before it."""
         # Copies of the bytes that the ops see alone, the weights of a layer or two: many tensors may share one storage,
         # as weights mapped from a file do.
-        before = [(record, part, part.clone()) for record, part in _parts(ops, there)]
+        before = [(record, part, part.clone()) for record, part in parts]
         try:
-            return run_ops(ops, there, keep, device_type)
+            yield
         finally:
             changed = [(record, part, copy) for record, part, copy in before if not torch.equal(part, copy)]
             for _, part, copy in changed:
@@ -190,7 +185,7 @@ class Verify(Follow):
         for name, tensor in (*self._named.named_parameters(), *self._named.named_buffers()):
             if any(memory_of(part) is storage for part in tensor_parts(tensor)):
                 return name
-        return "an input of the step" if record.birth is None else "an activation"
+        return "an activation" if record.is_born else "an input of the step"
 
 
 def _waiting_for(value: SavedValue) -> list[SavedValue]:
@@ -245,41 +240,6 @@ def _end(copy: Copy, what: str) -> None:
         raise no_room(copy.error, what) from copy.error
 
 
-def _parts(ops: list[RecordedOp], there: Leaves) -> Iterator[tuple[StorageRecord, torch.Tensor]]:
-    """The bytes that the ops see of each earlier storage, in pieces that do not overlap."""
-    storages: dict[StorageRecord, torch.UntypedStorage] = {}
-    extents: dict[StorageRecord, set[tuple[int, int]]] = {}
-    for op in ops:
-        for view in op.reads:
-            # A part of a storage that the step has not made (or has made where recording could not see it).
-            was_there = view.record.birth is None and (view.record, view.generation) in there
-            if was_there and view.record not in op.writes:
-                storages[view.record] = there[view.record, view.generation]
-                extents.setdefault(view.record, set()).add(_extent(view.geometry))
-    for record, pieces in extents.items():
-        whole = bytes_of(storages[record])
-        yield from ((record, whole[begin:end]) for begin, end in _merged(sorted(pieces)))
-
-
-def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes, each once."""
-    merged: list[tuple[int, int]] = []
-    for begin, end in pieces:
-        if merged and begin < merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def _extent(geometry: Geometry) -> tuple[int, int]:
-    """First byte on the storage, and the byte after the last."""
-    count = 0
-    if 0 not in geometry.shape:
-        count = 1 + sum((size - 1) * stride for size, stride in zip(geometry.shape, geometry.stride, strict=True))
-    return geometry.offset * geometry.dtype.itemsize, (geometry.offset + count) * geometry.dtype.itemsize
-
-
 # -- late writes ------------------------------------------------------------------------------------------------------
 
 
@@ -302,14 +262,12 @@ class LateWrites:
         assert value.storage is not None
         copy_sum = checksum(value.storage)
         held = self._held[index] = [_Held(value.storage, copy_sum, self.values)]
-        read = source_of(value.record)
+        read = value.record.source()
         source = None if read is None else read.record.storage()
-        if read is None or source is None or source.nbytes() >= value.size_bytes:
+        if source is None or source.nbytes() >= value.size_bytes:
             return
-        assert value.record.birth is not None
-        there = {(read.record, read.generation): source}
         with without_modes():
-            again = run_ops([value.record.birth], there, {value.record}, source.device.type)[value.record]
+            again = value.record.made_again()
         if checksum(again) == copy_sum:
             held.append(_Held(source, checksum(source), self.copies))
         else:
@@ -349,7 +307,7 @@ def checksum(storage: torch.UntypedStorage) -> int:
     """A number of the contents, in which each eight bytes have another weight in their piece, and each piece has. It is
     added up on the device, whose work is waited for once.
     """
-    with without_modes(), torch.no_grad():
+    with without_modes(), unrecorded(), torch.no_grad():
         whole, piece_bytes = bytes_of(storage), PIECE_BYTES
         if storage.device.type != "cpu":
             piece_bytes = max(PIECE_BYTES, 8 * -(-whole.numel() // (8 * MOST_PIECES)))

@@ -76,7 +76,6 @@ class Engine:
     model: its parameters and buffers are those of rule 2.
     parts: if ``model`` consists of several models, each by its name. A segment belongs to one of them.
     rebuild: runs replays.
-    is_compiled: whether the compiled tape may record; ``rebuild`` then does not look at what replays read.
     on_idle: called when the last handle is gone.
     events: functions to call for events in a step.
     """
@@ -91,12 +90,11 @@ class Engine:
         parts: Mapping[str, torch.nn.Module] = MappingProxyType({}),
         on_idle: Callable[[], None] = lambda: None,
         events: StepEvents = NO_EVENTS,
-        is_compiled: bool = False,
     ) -> None:
         self.device = device
         self._index = -1 if device.where.index is None else device.where.index  # as tensors have it
         self.cursor = Cursor(on_idle)
-        self.tape, self.recorder = recording(device.kind, is_compiled=is_compiled and not compiled_modules(model))
+        self.tape, self.recorder = recording(device.kind, has_compiled=bool(compiled_modules(model)))
         self.host = HostTier(chooser.alternatives)
         self.audit = Audit(device.where)
         self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed, self.audit, events, self.tape)

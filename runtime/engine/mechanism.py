@@ -16,8 +16,8 @@ from poochplan.errors import is_out_of_memory
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import ComputeDevice, Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.replays.replay import Content, RunOps
-from poochplan.runtime.replays.running import run_ops
+from poochplan.runtime.replays.replay import Content
+from poochplan.runtime.replays.running import Around
 from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.step_policy import Actions
@@ -30,7 +30,7 @@ from .saved_value import SavedValue, ValueState
 
 def rebuild_together(value: SavedValue, mechanism: Mechanism) -> None:
     """One replay for the value and all recomputed values that it needs."""
-    mechanism.run_replay(value, run_ops)
+    mechanism.run_replay(value)
 
 
 Rebuild = Callable[[SavedValue, "Mechanism"], None]
@@ -145,13 +145,10 @@ class Mechanism:
             inputs = [_saved(one) for one in recipe.values if one.waits_for_replay] if recipe is not None else ()
             pending += [one for one in inputs if one.note and not self._is_intact(one)]
 
-    def run_replay(self, value: SavedValue, run: RunOps) -> list[SavedValue]:
-        """One replay, whose ops ``run`` runs; brings back all values that it rebuilds."""
+    def run_replay(self, value: SavedValue, around: Around | None = None) -> list[SavedValue]:
+        """One replay, within the block that ``around`` returns; brings back all values that it rebuilds."""
         resident = self.rescued if self._is_short_of_ways else self.resident
-        found = self._tape.replay(
-            value, lambda one: resident(_saved(one)), run, from_copies=run is run_ops
-        )  # verification asks what the step itself writes
-        back = [_saved(one) for one in found]
+        back = [_saved(one) for one in self._tape.replay(value, lambda one: resident(_saved(one)), around)]
         for rebuilt in back:
             rebuilt.home = self.device.compute
         self.report.replayed_values += len(back)

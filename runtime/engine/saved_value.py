@@ -13,7 +13,7 @@ from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision, PlannedValue
 from poochplan.runtime.devices.device import Stream
 from poochplan.runtime.devices.transfers import Copy
-from poochplan.runtime.replays.replay import Recipe, StorageRecord, source_of
+from poochplan.runtime.replays.replay import Recipe, StorageRecord
 from poochplan.tensors.storages import Geometry, Shell, check_unwritten, counted_by, version_probe
 from poochplan.torch_private.tensor_internals import detached_alias, version_of
 
@@ -175,16 +175,14 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
 
 def held_source(record: StorageRecord, planned: PlannedValue, home: Stream | None) -> SavedValue | None:
     """The source of a storage; None if no replay starts from it, or it is not as planned."""
-    read = source_of(record) if planned.until >= 0 else None  # Rule 12
+    read = record.source() if planned.until >= 0 else None  # Rule 12
     storage = read.record.storage() if read is not None else None
-    if read is None or read.source is None or storage is None or storage.nbytes() > planned.size_bytes:
+    if read is None or storage is None or storage.nbytes() > planned.size_bytes:
         return None
     if read.record.value is not None and read.record.value() is not None:
         return None
-    (probe, version), size_bytes = read.source, storage.nbytes()
-    value = SavedValue(
-        planned.decision, read.record, read.generation, probe, version, read.geometry, size_bytes, storage, home
-    )
+    of, generation, geometry, probe, version = read
+    value = SavedValue(planned.decision, of, generation, probe, version, geometry, storage.nbytes(), storage, home)
     read.record.attach(value)
     return value
 

@@ -1,9 +1,8 @@
 """The compiled tape: records below autograd, keeps recipes and runs replays in C++ (``native/``), as ``tape.py`` does.
 
-It serves where ``POOCH_TAPE=compiled`` asks for it. It is built once for each torch and Python, against torch's
-headers. It sees ops by a dispatch key that torch does not use. If another library has that key, or parts of the model
-are compiled (whose guards would see the key), the tape of Python serves, as it does for verification, which compares
-what each op has read.
+It serves wherever it is built: once for each torch and Python, against torch's headers. It sees ops by a dispatch key
+that torch does not use. If another library has that key, or parts of the model are compiled (whose guards would see the
+key), the tape of Python serves.
 """
 
 from __future__ import annotations
@@ -31,17 +30,24 @@ from poochplan.runtime.devices.backend import Generator
 from poochplan.runtime.messages import warn_once
 from poochplan.tensors.modes import ToggledMode, is_dispatched_plainly
 from poochplan.tensors.operators import CUDNN_RNN, Traits, traits
+from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.switches import SwitchesAsRecorded, state_now
-from poochplan.torch_private.tensor_internals import WIDENING, outside_transforms, schema_named, take_dispatch_key
+from poochplan.torch_private.tensor_internals import (
+    WIDENING,
+    outside_transforms,
+    schema_named,
+    take_dispatch_key,
+    without_dispatch_key,
+)
 
 from .host_copies import HostCopy
-from .replay import OFF, Content, NotReplayable, RunOps
-from .running import set_state_of, state_of
+from .replay import MODIFIED, OFF, Content, NotReplayable, Source, StorageRecord
+from .running import Around, set_state_of, state_of
 from .tape import Recorder, Tape, default_generator
 
 NAME, KEY = "tape", "Fake"
-IS_ASKED_FOR = os.environ.get("POOCH_TAPE") == "compiled"
-"""Not by default, because it has not been tried on all that the tape of Python has."""
+IS_WANTED = os.environ.get("POOCH_TAPE") != "python"
+"""Whether it may serve. Where it is not built, sessions have it built for later ones."""
 
 
 class TapeBuild(TorchBuild):
@@ -95,22 +101,35 @@ def _module() -> Any:
     if not take_dispatch_key(KEY):
         warn_once(f"another library uses torch's dispatch key {KEY}, so {TAPE.without}; run without that library")
         return None
-    found.install()
+    found.install(_HELPERS)
     return found
 
 
-def recording(device_type: str, *, is_compiled: bool) -> tuple[Tape, Recorder]:
-    """A tape and its recorder: the compiled ones if they may serve and are there, else those of Python."""
-    is_compiled = is_compiled and IS_ASKED_FOR and device_type in ("cpu", "cuda")
-    if is_compiled and TAPE.is_built():
-        module = _module()
-        if module is not None:
-            tape = _class_of(module)(device_type)
-            return tape, cast(Recorder, CompiledRecorder(tape))  # the interfaces are the same
+def serves(device_type: str) -> bool:
+    """Whether sessions on a type of device record on the compiled tape, if no part of their model is compiled."""
+    return _may_serve(device_type) and TAPE.is_built() and _module() is not None
+
+
+def _may_serve(device_type: str) -> bool:
+    return IS_WANTED and device_type in ("cpu", "cuda")
+
+
+def recording(device_type: str, *, has_compiled: bool = False) -> tuple[Tape, Recorder]:
+    """A tape and its recorder: the compiled ones if they are there, and no part of the model is compiled; else those of
+    Python.
+    """
+    if not has_compiled and serves(device_type):
+        tape = _class_of(_module())(device_type)
+        return tape, cast(Recorder, CompiledRecorder(tape))  # the interfaces are the same
     plain = Tape(device_type)
-    if is_compiled and not TAPE.is_built():
+    if not has_compiled and _may_serve(device_type) and not TAPE.is_built():
         plain.at_first_recipe = build_beside
     return plain, Recorder(plain)
+
+
+def unrecorded() -> contextlib.AbstractContextManager[object]:
+    """A block whose ops the compiled tape does not see. A dispatch mode is kept away by other means."""
+    return without_dispatch_key(KEY)
 
 
 @functools.cache
@@ -139,9 +158,6 @@ def _class_of(module: Any) -> Callable[[str], Any]:
     class CompiledTape(module.Tape):  # type: ignore[misc]  # known once it is built
         """The tape of a session, with the interface of ``Tape``."""
 
-        def __init__(self, device_type: str) -> None:
-            super().__init__(device_type, {}, set(), _HELPERS)
-
         def __del__(self) -> None:
             self.clear()
 
@@ -149,22 +165,17 @@ def _class_of(module: Any) -> Callable[[str], Any]:
             super().forget(is_held)
 
         def replay(
-            self, value: Content, resident: Callable[[Content], torch.UntypedStorage], run: RunOps, *, from_copies: bool
+            self, value: Content, resident: Callable[[Content], torch.UntypedStorage], around: Around | None = None
         ) -> list[Content]:
             try:
-                with outside_transforms():
-                    found: list[Content] = super().replay(value, resident, from_copies)
+                replay = module.Replay(self, value, resident, around is None)
             except NotReplayable as reason:
                 raise users(RuntimeError(MODIFIED.format(reason))) from None
+            with contextlib.nullcontext() if around is None else around(replay.parts()):
+                found: list[Content] = replay.run()
             return found
 
     return CompiledTape
-
-
-MODIFIED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-    "it is to be recomputed, and {}"
-)
 
 
 class CompiledRecorder(ToggledMode):
@@ -233,14 +244,22 @@ def _generator(given: Generator | None, device_type: str, index: int) -> Generat
     return given if given is not None else default_generator(device_type, None if index < 0 else index)
 
 
+def _source(
+    record: StorageRecord, generation: int, geometry: tuple[Any, ...], probe: torch.Tensor, version: int
+) -> Source:
+    return Source(record, generation, Geometry(*geometry), probe, version)
+
+
 _HELPERS = SimpleNamespace(
     facts=_facts,
+    source=_source,
     switch_state=state_now,
     generator=_generator,
     state_of=state_of,
     set_state_of=set_state_of,
     HostCopy=HostCopy,
     NotReplayable=NotReplayable,
+    outside_transforms=outside_transforms,
     SwitchesAsRecorded=SwitchesAsRecorded,
 )
 

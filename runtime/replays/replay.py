@@ -1,7 +1,7 @@
 """Replay: brings a recomputed value back by running its recorded writers again, bitwise equal.
 
 A :class:`StorageRecord` stands for one storage as recording sees it. The ops that created, read and wrote it refer to
-it by :class:`View`s, so that a tape keeps nothing alive. The closure of a value gives the recorded ops that run, the
+it by views, so that a tape keeps nothing alive. The closure of a value gives the recorded ops that run, the
 contents from which they start, and what must stay until then; its recipe holds that.
 
 ``docs/semantics.md`` defines what a replay needs and what is freed when; planner and simulator follow the same rules.
@@ -12,19 +12,17 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
 
 from poochplan.guard import users
-from poochplan.runtime.devices.backend import Generator
-from poochplan.tensors.operators import ArgumentTree
 from poochplan.tensors.storages import Geometry
-from poochplan.torch_private.switches import SwitchState
 from poochplan.torch_private.tensor_internals import WIDENING, version_of
 
 from .host_copies import HostCopy
+from .running import Around, RecordedOp, parts_read, run_ops
 
 OFF = 0
 """Stands for the number of a window when nothing is recorded."""
@@ -46,66 +44,6 @@ class Content(Protocol):
 
     def came_back(self, storage: torch.UntypedStorage) -> None:
         """A replay has rebuilt it, in ``storage``."""
-
-
-# A tape makes several of these for each op. The garbage collector ignores them (``gc=False``), because its work on them
-# would take longer than recording. Ops and records have reference cycles, which the tape itself breaks.
-
-
-class View(msgspec.Struct, gc=False, eq=False):
-    """A tensor argument: its geometry, and the content that it read."""
-
-    record: StorageRecord
-    generation: int
-    """Number of recorded writes to the storage before it was read."""
-    geometry: Geometry
-    probe: tuple[torch.Tensor, int] | None
-    """For a storage that cannot be rebuilt: a version probe, and the version that was read."""
-    source: tuple[torch.Tensor, int] | None = None
-    """The same for an argument of which the op may make a larger copy."""
-
-
-class Scratch(NamedTuple):
-    """Stands for running statistics in training: a replay gives the op a temporary tensor in their place."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-class Birth(msgspec.Struct, gc=False, eq=False):
-    """A storage that an op has created, and the position of its tensor among the op's flat outputs."""
-
-    position: int
-    record: StorageRecord
-
-
-class RecordedOp(msgspec.Struct, gc=False, eq=False):
-    """One op as it was called."""
-
-    order: int
-    func: Any
-    arguments: tuple[Any, ...]
-    """Flat arguments, tensors as :class:`View`."""
-    reads: tuple[View, ...]
-    """Those of the arguments that are views."""
-    spec: ArgumentTree
-    grad_enabled: bool
-    """Some kernels depend on it (oneDNN's LSTM returns its workspace only with it)."""
-    usable: bool = True
-    """Whether it can be run again."""
-    uninitialised: bool = False
-    """Creates storages with undefined contents."""
-    overwrites: StorageRecord | None = None
-    """The storage whose every byte it writes without reading one."""
-    births: tuple[Birth, ...] = ()
-    writes: tuple[StorageRecord, ...] = ()
-    """Storages from before the op that it writes in place."""
-    generator: Generator | None = None
-    state: bytearray | None = None
-    """Generator state before the op, when it is random."""
-    switches: SwitchState | None = None
-    """How torch's switches were; None for those of now."""
 
 
 class StorageRecord(msgspec.Struct, gc=False, eq=False):
@@ -234,20 +172,36 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
         first = self.writes[0] if generation >= 1 else None
         return first is not None and first.overwrites is self
 
+    def source(self) -> Source | None:
+        """What a recorded cast or clone has read to make it; None if that was written since, or is gone."""
+        maker = self.birth
+        if maker is None or self.writes or maker.func not in WIDENING or len(maker.reads) != 1:
+            return None
+        read = maker.reads[0]
+        if read.source is None or read.record.storage() is None:
+            return None
+        is_unwritten = version_of(read.source[0]) == read.source[1] and len(read.record.writes) == read.generation
+        return Source(read.record, read.generation, read.geometry, *read.source) if is_unwritten else None
 
-def source_of(record: StorageRecord) -> View | None:
-    """What a recorded cast or clone has read to make the storage; None if that was written since, or is gone."""
-    if not isinstance(record, StorageRecord):  # of a compiled tape
-        found = record.source()
-        return found and View(found[0], found[1], Geometry(*found[2:6]), None, found[6:])
-    maker = record.birth
-    if maker is None or record.writes or maker.func not in WIDENING or len(maker.reads) != 1:
-        return None
-    read = maker.reads[0]
-    if read.source is None or read.record.storage() is None:
-        return None
-    is_unwritten = version_of(read.source[0]) == read.source[1] and len(read.record.writes) == read.generation
-    return read if is_unwritten else None
+    def made_again(self) -> torch.UntypedStorage:
+        """A new storage, which its :meth:`source` gives once more."""
+        source = self.source()
+        assert source is not None
+        assert self.birth is not None
+        read = storage_of(source.record)
+        there = {(source.record, source.generation): read}
+        return run_ops([self.birth], there, {self}, read.device.type)[self]
+
+
+class Source(NamedTuple):
+    """What a recorded cast or clone has read to make a storage."""
+
+    record: StorageRecord
+    generation: int
+    geometry: Geometry
+    probe: torch.Tensor
+    """Shows, with the version that was read, whether it was written since."""
+    version: int
 
 
 class CounterBefore(NamedTuple):
@@ -266,10 +220,10 @@ class CounterBefore(NamedTuple):
 # -- replays ---------------------------------------------------------------------------------------------------------
 
 WRITTEN_SINCE = "an input of the replay was written in place since it was read"
-Leaves = dict[tuple[StorageRecord, int], torch.UntypedStorage]
-"""The starting points of a replay: the storage of each content that it does not build."""
-RunOps = Callable[[list[RecordedOp], Leaves, set[StorageRecord], str], dict[StorageRecord, torch.UntypedStorage]]
-"""Like :func:`run_ops`."""
+MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "it is to be recomputed, and {}"
+)
 
 
 class NotReplayable(Exception):  # noqa: N818 - a verdict, caught where the recipe is made
@@ -445,33 +399,27 @@ def replay(
     value: Content,
     resident: Callable[[Content], torch.UntypedStorage],
     device_type: str,
-    run: RunOps,
-    *,
-    from_copies: bool = True,
+    around: Around | None = None,
 ) -> list[Content]:
     """Brings ``value``, and every saved value on the way that waits for a replay, back onto the device.
 
-    ``resident(other)`` gives the storage of a saved value that is not waiting for a replay, waiting for its copy;
-    ``run`` is :func:`run_ops`, or calls it.
-    ``from_copies``: what was written since may come from a copy. Returns the saved values that came back. Raises
-    ``RuntimeError`` as autograd would when an input was written in place after it was read.
+    ``resident(other)`` gives the storage of a saved value that is not waiting for a replay, waiting for its copy.
+    ``around``, for verification, gets what the ops read in place, and returns a block in which they run; what was
+    written since then does not come from a copy. Returns the saved values that came back. Raises ``RuntimeError`` as
+    autograd would when an input was written in place after it was read.
     """
     try:
         closure = closure_of(value.record, value.generation, follow_recipes=True)
         there = {
-            need: _in_place(need, closure, from_copies=from_copies) if source is None else resident(source)
+            need: _in_place(need, closure, from_copies=around is None) if source is None else resident(source)
             for need, source in closure.leaves.items()
         }
     except NotReplayable as reason:
-        raise users(
-            RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"it is to be recomputed, and {reason}"
-            )
-        ) from None
+        raise users(RuntimeError(MODIFIED.format(reason))) from None
     targets = [(value.record, value), *closure.targets]
     ops = [closure.ops[order] for order in sorted(closure.ops)]
-    built = run(ops, there, {record for record, _ in targets}, device_type)
+    with contextlib.nullcontext() if around is None else around(parts_read(ops, there)):
+        built = run_ops(ops, there, {record for record, _ in targets}, device_type)
     for record, target in targets:
         target.came_back(built[record])
     return [target for _, target in targets]

@@ -25,20 +25,8 @@ from poochplan.torch_private.switches import SwitchReader
 from poochplan.torch_private.tensor_internals import WIDENING, called_below_autograd, storage_identity, version_of
 
 from .host_copies import MOST_BYTES, MOST_OTHERS_BYTES
-from .replay import (
-    OFF,
-    Birth,
-    Content,
-    CounterBefore,
-    Recipe,
-    RecordedOp,
-    RunOps,
-    Scratch,
-    StorageRecord,
-    View,
-    replay,
-)
-from .running import state_of
+from .replay import OFF, Content, CounterBefore, Recipe, StorageRecord, replay
+from .running import Around, Birth, RecordedOp, Scratch, View, state_of
 
 
 class Recorder(ToggledMode):
@@ -257,10 +245,10 @@ class Tape:
         return Recipe(record, generation)
 
     def replay(
-        self, value: Content, resident: Callable[[Content], torch.UntypedStorage], run: RunOps, *, from_copies: bool
+        self, value: Content, resident: Callable[[Content], torch.UntypedStorage], around: Around | None = None
     ) -> list[Content]:
         """Brings values back: see :func:`replay`."""
-        return replay(value, resident, self.device_type, run, from_copies=from_copies)
+        return replay(value, resident, self.device_type, around)
 
     def earlier_values(self) -> list[Content | None]:
         """Saved values of earlier steps; None for those that are not alive."""

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <ATen/core/Generator.h>
@@ -20,6 +21,16 @@
 namespace pooch {
 
 namespace py = pybind11;
+
+// What is asked of Python, by the names in compiled_tape.py.
+inline py::object& helpers() {
+  static auto& found = *new py::object();  // no destructor at exit
+  return found;
+}
+
+inline py::object as_python(c10::Storage storage) {
+  return py::reinterpret_steal<py::object>(torch::createPyObject(storage));
+}
 
 struct Op;
 struct Record;
@@ -53,6 +64,9 @@ struct Geometry {
         sizes(tensor.sizes().begin(), tensor.sizes().end()),
         strides(tensor.strides().begin(), tensor.strides().end()),
         offset(tensor.storage_offset()) {}
+
+  // Bytes of a storage.
+  Geometry(int64_t begin, int64_t end) : dtype(at::kByte), sizes{end - begin}, strides{1}, offset(begin) {}
 
   at::Tensor on(const c10::Storage& storage) const {
     c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, at::kStrided, storage.device()));
@@ -212,6 +226,14 @@ struct Record {
 
   // Null if it is gone.
   c10::intrusive_ptr<c10::StorageImpl> held() const { return storage.lock(); }
+
+  // Its present content stays available, as this generation.
+  void keep_copy(int64_t of) {
+    auto there = held();
+    if (there && !copies.count(of)) {
+      copies[of] = helpers().attr("HostCopy")(as_python(c10::Storage(std::move(there))));
+    }
+  }
 };
 
 }  // namespace pooch

@@ -7,7 +7,6 @@
 #include <ATen/ScalarOps.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/ones.h>
-#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 
 namespace pooch {
@@ -15,13 +14,9 @@ namespace pooch {
 using Need = std::pair<Record*, int64_t>;
 constexpr const char* WRITTEN_SINCE = "an input of the replay was written in place since it was read";
 
-inline py::object as_python(c10::Storage storage) {
-  return py::reinterpret_steal<py::object>(torch::createPyObject(storage));
-}
-
 // Raises NotReplayable, of Python.
-[[noreturn]] inline void not_replayable(const Tape& tape, const char* reason, const RecordPtr& record = nullptr) {
-  const py::object kind = tape.helpers().attr("NotReplayable");
+[[noreturn]] inline void not_replayable(const char* reason, const RecordPtr& record = nullptr) {
+  const py::object kind = helpers().attr("NotReplayable");
   PyErr_SetObject(kind.ptr(), kind(reason, record).ptr());
   throw py::error_already_set();
 }
@@ -41,18 +36,18 @@ struct Closure {
   std::set<Record*> owned;
   std::vector<std::pair<RecordPtr, py::object>> targets;
 
-  void take_copy(const Tape& tape, Leaf& leaf) {
+  void take_copy(Leaf& leaf) {
     if (!leaf.record->copies.count(leaf.generation)) {
-      not_replayable(tape, WRITTEN_SINCE, leaf.record);
+      not_replayable(WRITTEN_SINCE, leaf.record);
     }
     leaf.copied = true;
   }
 
-  void check(const Tape& tape) {
+  void check() {
     for (const auto& [order, op] : ops) {
       for (const auto& written : op->writes) {
         if (!owned.count(written.get())) {
-          not_replayable(tape, "running it again would overwrite another tensor");
+          not_replayable("running it again would overwrite another tensor");
         }
       }
     }
@@ -60,14 +55,14 @@ struct Closure {
       for (const auto& view : op->reads) {
         const auto place = view.probe ? places.find({view.record.get(), view.generation}) : places.end();
         if (place != places.end() && !view.probe->unwritten()) {
-          take_copy(tape, leaves[place->second]);
+          take_copy(leaves[place->second]);
         }
       }
     }
   }
 };
 
-inline Closure closure_of(const Tape& tape, const RecordPtr& root, int64_t generation, bool follow_recipes) {
+inline Closure closure_of(const RecordPtr& root, int64_t generation, bool follow_recipes) {
   Closure closure;
   std::vector<std::pair<RecordPtr, int64_t>> pending{{root, generation}};
   std::set<Need> seen;
@@ -93,11 +88,11 @@ inline Closure closure_of(const Tape& tape, const RecordPtr& root, int64_t gener
     const bool is_kept = record->kept == wanted && value.is_none() && record != root;
     if (is_kept || !record->writers_up_to(wanted, writers)) {
       if (record == root || !value.is_none()) {
-        not_replayable(tape, "an op that made it was not recorded, or cannot be run again");
+        not_replayable("an op that made it was not recorded, or cannot be run again");
       }
       add_leaf(py::none());
       if (wanted != record->generation()) {
-        closure.take_copy(tape, closure.leaves.back());
+        closure.take_copy(closure.leaves.back());
       }
       continue;
     }
@@ -113,32 +108,31 @@ inline Closure closure_of(const Tape& tape, const RecordPtr& root, int64_t gener
       }
     }
   }
-  closure.check(tape);
+  closure.check();
   return closure;
 }
 
-inline c10::Storage storage_of(const Tape& tape, const RecordPtr& record) {
+inline c10::Storage storage_of(const RecordPtr& record) {
   auto storage = record->held();
   if (!storage) {
-    not_replayable(tape, "a tensor that it needs is gone");
+    not_replayable("a tensor that it needs is gone");
   }
   return c10::Storage(std::move(storage));
 }
 
 // Everything that the replay of one value needs to stay.
 struct Recipe : std::enable_shared_from_this<Recipe> {
-  Tape* tape;
   RecordPtr record;
   int64_t generation;
   std::vector<py::object> values;
   std::vector<c10::Storage> storages;
 
-  Recipe(Tape* of, RecordPtr root, int64_t at) : tape(of), record(std::move(root)), generation(at) {}
+  Recipe(RecordPtr root, int64_t at) : record(std::move(root)), generation(at) {}
 
   void refresh() {
-    Closure closure = closure_of(*tape, record, generation, false);
+    Closure closure = closure_of(record, generation, false);
     while (keeps_instead(closure)) {
-      closure = closure_of(*tape, record, generation, false);
+      closure = closure_of(record, generation, false);
     }
     std::vector<py::object> found;
     std::vector<c10::Storage> in_place;
@@ -147,10 +141,10 @@ struct Recipe : std::enable_shared_from_this<Recipe> {
         found.push_back(leaf.value);
         continue;
       }
-      in_place.push_back(storage_of(*tape, leaf.record));
+      in_place.push_back(storage_of(leaf.record));
       leaf.record->wait_for_value(shared_from_this());
       if (leaf.record->may_copy) {
-        tape->keep_copy(*leaf.record, leaf.generation);
+        leaf.record->keep_copy(leaf.generation);
       }
     }
     for (const auto& one : closure.rebuilt) {
@@ -215,7 +209,7 @@ inline void attach(Record& record, const py::object& value) {
       try {
         recipe->refresh();
       } catch (py::error_already_set& error) {  // the replay reports what was written
-        if (!error.matches(recipe->tape->helpers().attr("NotReplayable"))) {
+        if (!error.matches(helpers().attr("NotReplayable"))) {
           throw;
         }
       }
@@ -236,56 +230,79 @@ inline const View* source_of(const Record& record) {
 
 // -- running -----------------------------------------------------------------------------------------------------
 
+// A block of Python's.
+class Block {
+ public:
+  explicit Block(py::object block) : block_(std::move(block)) { block_.attr("__enter__")(); }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+  ~Block() {
+    try {
+      block_.attr("__exit__")(py::none(), py::none(), py::none());
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("the end of a replay");
+    }
+  }
+  const py::object* operator->() const { return &block_; }
+
+ private:
+  py::object block_;
+};
+
+// A block without autocast.
+class NotCast {
+ public:
+  explicit NotCast(c10::DeviceType where) : where_(where), before_(at::autocast::is_autocast_enabled(where)) {
+    at::autocast::set_autocast_enabled(where_, false);
+  }
+  NotCast(const NotCast&) = delete;
+  NotCast& operator=(const NotCast&) = delete;
+  ~NotCast() { at::autocast::set_autocast_enabled(where_, before_); }
+
+ private:
+  c10::DeviceType where_;
+  bool before_;
+};
+
+using Ops = std::map<int64_t, OpPtr>;
+using Contents = std::map<Need, c10::Storage>;
+
 class Run {
  public:
-  Run(Tape& tape, const Closure& closure, std::map<Need, c10::Storage> there, std::set<Record*> keep)
-      : tape_(tape), closure_(closure), there_(std::move(there)), keep_(std::move(keep)) {}
+  // Runs the ops in order, from the contents that are `there`. Gives the storages of the records to `keep`.
+  Run(c10::DeviceType where, const Ops& ops, const Contents& there, std::set<Record*> keep)
+      : where_(where), ops_(ops), there_(there), keep_(std::move(keep)) {}
 
   std::map<Record*, c10::Storage> run() {
-    for (const auto& [order, op] : closure_.ops) {
+    for (const auto& [order, op] : ops_) {
       for (const auto& view : op->reads) {
         last_use_[view.record.get()] = order;
       }
     }
-    const auto where = tape_.is_cuda() ? at::kCUDA : at::kCPU;
-    const bool is_cast = at::autocast::is_autocast_enabled(where);
+    const Block outside(helpers().attr("outside_transforms")());
+    const NotCast not_cast(where_);
     const c10::AutoGradMode with_gradients(c10::GradMode::is_enabled());  // behind the replay as before
-    py::object switches = py::none();
-    at::autocast::set_autocast_enabled(where, false);
-    try {
-      for (const auto& [order, op] : closure_.ops) {
-        turn(switches, op->switches);
-        run(*op);
-      }
-    } catch (...) {
-      at::autocast::set_autocast_enabled(where, is_cast);
-      leave(switches);
-      throw;
+    std::optional<Block> switches;
+    for (const auto& [order, op] : ops_) {
+      turn(switches, op->switches);
+      run(*op);
     }
-    at::autocast::set_autocast_enabled(where, is_cast);
-    leave(switches);
     return std::move(built_);
   }
 
  private:
   // Sets the switches that are not as they were.
-  void turn(py::object& block, const Switches* wanted) {
+  void turn(std::optional<Block>& block, const Switches* wanted) {
     if (wanted == now_) {
       return;
     }
-    if (switches_now(tape_.is_cuda()) != *wanted) {
-      if (block.is_none()) {
-        block = tape_.helpers().attr("SwitchesAsRecorded")();
+    if (switches_now(where_ == at::kCUDA) != *wanted) {
+      if (!block) {
+        block.emplace(helpers().attr("SwitchesAsRecorded")());
       }
-      block.attr("turn")(tape_.state_of(wanted));
+      (*block)->attr("turn")(switch_states().at(*wanted));
     }
     now_ = wanted;
-  }
-
-  static void leave(const py::object& block) {
-    if (!block.is_none()) {
-      block.attr("__exit__")(py::none(), py::none(), py::none());
-    }
   }
 
   void run(const Op& op) {
@@ -361,17 +378,16 @@ class Run {
       op.handle.callBoxed(stack);
       return;
     }
-    const py::object& helpers = tape_.helpers();
-    const py::object now = helpers.attr("state_of")(op.generator);
-    helpers.attr("set_state_of")(op.generator, op.state);
+    const py::object now = helpers().attr("state_of")(op.generator);
+    helpers().attr("set_state_of")(op.generator, op.state);
     try {
       const py::gil_scoped_release without_lock;
       op.handle.callBoxed(stack);
     } catch (...) {
-      helpers.attr("set_state_of")(op.generator, now);
+      helpers().attr("set_state_of")(op.generator, now);
       throw;
     }
-    helpers.attr("set_state_of")(op.generator, now);
+    helpers().attr("set_state_of")(op.generator, now);
   }
 
   static at::Tensor output(const Stack& stack, int32_t position) {
@@ -389,62 +405,140 @@ class Run {
     throw std::out_of_range("a replayed op has fewer results than when it was recorded");
   }
 
-  Tape& tape_;
-  const Closure& closure_;
-  std::map<Need, c10::Storage> there_;
+  c10::DeviceType where_;
+  const Ops& ops_;
+  const Contents& there_;
   std::set<Record*> keep_;
   std::map<Record*, int64_t> last_use_;
   std::map<Record*, c10::Storage> built_;
   const Switches* now_ = nullptr;
 };
 
-// Brings the value, and every saved value on the way that waits for a replay, back.
-inline py::list bring_back(Tape& tape, const py::object& value, const py::function& resident, bool from_copies) {
-  const auto root = value.attr("record").cast<RecordPtr>();
-  const Closure closure = closure_of(tape, root, value.attr("generation").cast<int64_t>(), true);
-  std::map<Need, c10::Storage> there;
-  for (const auto& leaf : closure.leaves) {
-    const Need need{leaf.record.get(), leaf.generation};
-    if (!leaf.value.is_none()) {
-      there.emplace(need, torch::createStorage(resident(leaf.value).ptr()));
-    } else if (leaf.copied) {
-      if (!from_copies) {
-        not_replayable(tape, WRITTEN_SINCE, leaf.record);
-      }
-      there.emplace(need, torch::createStorage(leaf.record->copies.at(leaf.generation).attr("storage")().ptr()));
-    } else {
-      c10::Storage storage = storage_of(tape, leaf.record);
-      if (storage.nbytes() == 0) {
-        not_replayable(tape, "a sharded weight that it needs is not gathered");
-      }
-      there.emplace(need, std::move(storage));
-    }
-  }
-  std::vector<std::pair<RecordPtr, py::object>> targets{{root, value}};
-  targets.insert(targets.end(), closure.targets.begin(), closure.targets.end());
-  std::set<Record*> keep;
-  for (const auto& one : targets) {
-    keep.insert(one.first.get());
-  }
-  auto built = Run(tape, closure, std::move(there), std::move(keep)).run();
-  py::list back;
-  for (const auto& [record, target] : targets) {
-    target.attr("came_back")(as_python(built.at(record.get())));
-    back.append(target);
-  }
-  return back;
-}
-
-// The same, with torch's errors as those of Python.
-inline py::list replay(Tape& tape, const py::object& value, const py::function& resident, bool from_copies) {
+// The call, with torch's errors as those of Python.
+template <typename Call>
+auto translated(Call call) {
   try {
-    return bring_back(tape, value, resident, from_copies);
+    return call();
   } catch (py::error_already_set&) {
     throw;
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
     throw py::error_already_set();
   }
+}
+
+// Brings a value, and every saved value on the way that waits for a replay, back.
+class Replay {
+ public:
+  Replay(const Tape& tape, const py::object& value, const py::function& resident, bool from_copies)
+      : where_(tape.where()), root_(value.attr("record").cast<RecordPtr>()), value_(value) {
+    closure_ = closure_of(root_, value.attr("generation").cast<int64_t>(), true);
+    for (const auto& leaf : closure_.leaves) {
+      const Need need{leaf.record.get(), leaf.generation};
+      if (!leaf.value.is_none()) {
+        there_.emplace(need, torch::createStorage(resident(leaf.value).ptr()));
+      } else if (leaf.copied) {
+        if (!from_copies) {
+          not_replayable(WRITTEN_SINCE, leaf.record);
+        }
+        there_.emplace(need, torch::createStorage(leaf.record->copies.at(leaf.generation).attr("storage")().ptr()));
+      } else {
+        c10::Storage storage = storage_of(leaf.record);
+        if (storage.nbytes() == 0) {
+          not_replayable("a sharded weight that it needs is not gathered");
+        }
+        there_.emplace(need, std::move(storage));
+      }
+    }
+  }
+
+  // The bytes that the ops read of storages that the step has not made, each once: records, and tensors in place.
+  py::list parts() const {
+    std::vector<std::pair<RecordPtr, c10::Storage>> order;
+    std::map<Record*, Pieces> extents;
+    for (const auto& [number, op] : closure_.ops) {
+      for (const auto& view : op->reads) {
+        const auto place = there_.find({view.record.get(), view.generation});
+        const bool is_written = std::find(op->writes.begin(), op->writes.end(), view.record) != op->writes.end();
+        if (view.record->birth || place == there_.end() || is_written) {
+          continue;
+        }
+        auto& pieces = extents[view.record.get()];
+        if (pieces.empty()) {
+          order.emplace_back(view.record, place->second);
+        }
+        pieces.insert(extent(view));
+      }
+    }
+    py::list found;
+    for (const auto& [record, storage] : order) {
+      for (const auto& [begin, end] : merged(extents.at(record.get()))) {
+        found.append(py::make_tuple(record, Geometry(begin, end).on(storage)));
+      }
+    }
+    return found;
+  }
+
+  py::list run() {
+    std::vector<std::pair<RecordPtr, py::object>> targets{{root_, value_}};
+    targets.insert(targets.end(), closure_.targets.begin(), closure_.targets.end());
+    std::set<Record*> keep;
+    for (const auto& one : targets) {
+      keep.insert(one.first.get());
+    }
+    auto built = Run(where_, closure_.ops, there_, std::move(keep)).run();
+    py::list back;
+    for (const auto& [record, target] : targets) {
+      target.attr("came_back")(as_python(built.at(record.get())));
+      back.append(target);
+    }
+    return back;
+  }
+
+ private:
+  using Pieces = std::set<std::pair<int64_t, int64_t>>;
+
+  // First byte on the storage, and the byte after the last.
+  static std::pair<int64_t, int64_t> extent(const View& view) {
+    const Geometry& at = view.geometry;
+    const auto item_bytes = static_cast<int64_t>(c10::elementSize(at.dtype));
+    int64_t count = 1;
+    for (size_t i = 0; i < at.sizes.size(); ++i) {
+      count += (at.sizes[i] - 1) * at.strides[i];
+    }
+    const bool is_empty = std::find(at.sizes.begin(), at.sizes.end(), 0) != at.sizes.end();
+    return {at.offset * item_bytes, (at.offset + (is_empty ? 0 : count)) * item_bytes};
+  }
+
+  static std::vector<std::pair<int64_t, int64_t>> merged(const Pieces& pieces) {
+    std::vector<std::pair<int64_t, int64_t>> found;
+    for (const auto& [begin, end] : pieces) {
+      if (!found.empty() && begin < found.back().second) {
+        found.back().second = std::max(end, found.back().second);
+      } else {
+        found.emplace_back(begin, end);
+      }
+    }
+    return found;
+  }
+
+  c10::DeviceType where_;
+  RecordPtr root_;
+  py::object value_;
+  Closure closure_;
+  Contents there_;
+};
+
+// The storage that one cast or clone has made, made again from its source.
+inline py::object made_again(const RecordPtr& record) {
+  const View* read = source_of(*record);
+  if (read == nullptr) {
+    not_replayable("its source was written since, or is gone", record);
+  }
+  const Ops ops{{record->birth->order, record->birth}};
+  const c10::Storage source = storage_of(read->record);
+  const Contents there{{{read->record.get(), read->generation}, source}};
+  return as_python(Run(source.device().type(), ops, there, {record.get()}).run().at(record.get()));
 }
 
 }  // namespace pooch

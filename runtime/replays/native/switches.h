@@ -20,6 +20,7 @@ inline Switches switches_now(bool is_cuda) {
   Switches found{};
   size_t i = 0;
   const auto add = [&](auto value) { found.at(i++) = static_cast<int64_t>(value); };
+  add(is_cuda);
   add(legacy);
   add(at::get_num_threads());
   add(c10::typeMetaToScalarType(c10::get_default_dtype()));
@@ -47,6 +48,12 @@ inline Switches switches_now(bool is_cuda) {
     add(context.userEnabledCuDNNSDP());
   }
   return found;
+}
+
+// The states that were met, as Python has them.
+inline std::map<Switches, py::object>& switch_states() {
+  static auto& states = *new std::map<Switches, py::object>();
+  return states;
 }
 
 }  // namespace pooch

@@ -76,8 +76,9 @@ static void fallback(const c10::OperatorHandle& handle, DispatchKeySet keys, Sta
   end.ran(*tape, handle, *stack);
 }
 
-// Takes the key, once for a process.
-static void install() {
+// Takes the key, once for a process. `of` is what is asked of Python.
+static void install(py::object of) {
+  helpers() = std::move(of);
   static auto& library = *new torch::Library(torch::Library::IMPL, "_", KEY, __FILE__, __LINE__);
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
@@ -109,16 +110,16 @@ static py::object source(const RecordPtr& record) {
   probe.unsafeGetTensorImpl()->set_version_counter(view->source->counter);
   const Geometry& at = view->geometry;
   const std::vector<int64_t> sizes(at.sizes.begin(), at.sizes.end()), strides(at.strides.begin(), at.strides.end());
-  return py::make_tuple(
-      view->record, view->generation, py::cast(at.dtype), py::tuple(py::cast(sizes)), py::tuple(py::cast(strides)),
-      at.offset, probe, view->source->version);
+  const py::tuple geometry = py::make_tuple(
+      py::cast(at.dtype), py::tuple(py::cast(sizes)), py::tuple(py::cast(strides)), at.offset);
+  return helpers().attr("source")(view->record, view->generation, geometry, probe, view->source->version);
 }
 
 static std::shared_ptr<Recipe> recipe_of(Tape* tape, const RecordPtr& record, int64_t generation) {
   if (!tape->failure.empty()) {
-    not_replayable(*tape, "recording has failed");
+    not_replayable("recording has failed");
   }
-  auto recipe = std::make_shared<Recipe>(tape, record, generation);
+  auto recipe = std::make_shared<Recipe>(record, generation);
   recipe->refresh();
   return recipe;
 }
@@ -139,6 +140,7 @@ PYBIND11_MODULE(tape, m) {
       })
       .def("attach", &attach)
       .def("source", &source)
+      .def("made_again", [](const RecordPtr& one) { return translated([&] { return made_again(one); }); })
       .def_property_readonly("value", [](const Record& one) -> py::object {
         return one.value ? one.value : py::object(py::none());
       })
@@ -157,8 +159,14 @@ PYBIND11_MODULE(tape, m) {
       .def_readwrite("save_point", &Record::save_point);
   py::class_<Recipe, std::shared_ptr<Recipe>>(m, "Recipe")
       .def_property_readonly("values", [](const Recipe& one) { return py::tuple(py::cast(one.values)); });
+  py::class_<Replay>(m, "Replay")
+      .def(py::init([](const Tape& tape, const py::object& value, const py::function& resident, bool from_copies) {
+        return translated([&] { return std::make_unique<Replay>(tape, value, resident, from_copies); });
+      }))
+      .def("parts", &Replay::parts)
+      .def("run", [](Replay& one) { return translated([&] { return one.run(); }); });
   py::class_<Tape, std::unique_ptr<Tape, py::nodelete>>(m, "Tape")
-      .def(py::init<std::string, py::dict, py::set, py::object>())
+      .def(py::init<std::string>())
       .def_readonly("device_type", &Tape::device_type)
       .def_readonly("static", &Tape::statics)
       .def_readonly("buffers", &Tape::buffers)
@@ -184,6 +192,5 @@ PYBIND11_MODULE(tape, m) {
       .def("is_given", &Tape::is_given)
       .def("earlier_values", &Tape::earlier_values)
       .def("registered", &Tape::registered)
-      .def("recipe", &recipe_of)
-      .def("replay", &replay);
+      .def("recipe", &recipe_of);
 }

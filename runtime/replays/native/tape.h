@@ -10,7 +10,6 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/PythonFallbackKernel.h>
-#include <torch/csrc/DynamicTypes.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
@@ -65,12 +64,9 @@ class Tape {
   std::string failure;
   py::object listener;  // is called with the name of each op that is recorded, unless it is null
 
-  Tape(std::string kind, py::dict of_model, py::set may_change, py::object helpers)
-      : statics(std::move(of_model)),
-        buffers(std::move(may_change)),
-        device_type(std::move(kind)),
-        where_(device_type == "cuda" ? c10::DeviceType::CUDA : c10::DeviceType::CPU),
-        helpers_(std::move(helpers)) {}
+  explicit Tape(std::string kind)
+      : device_type(std::move(kind)),
+        where_(device_type == "cuda" ? c10::DeviceType::CUDA : c10::DeviceType::CPU) {}
 
   const std::string device_type;
 
@@ -189,7 +185,7 @@ class Tape {
     if (known != traits.end() && known->second.trusted && known->second.name == name.name) {
       return known->second;
     }
-    const py::tuple facts = helpers_.attr("facts")(name.name, name.overload_name);
+    const py::tuple facts = helpers().attr("facts")(name.name, name.overload_name);
     std::vector<bool> is;
     for (const auto& one : facts[0]) {
       is.push_back(one.cast<bool>());
@@ -288,23 +284,20 @@ class Tape {
     }
   }
 
+  c10::DeviceType where() const { return where_; }
   bool is_cuda() const { return where_ == c10::DeviceType::CUDA; }
 
   const Switches* switches() {
     const Switches now = switches_now(is_cuda());
     if (last_switches_ == nullptr || now != *last_switches_) {
-      auto found = states_.find(now);
-      if (found == states_.end()) {
-        found = states_.emplace(now, helpers_.attr("switch_state")(device_type)).first;
+      auto found = switch_states().find(now);
+      if (found == switch_states().end()) {
+        found = switch_states().emplace(now, helpers().attr("switch_state")(device_type)).first;
       }
       last_switches_ = &found->first;
     }
     return last_switches_;
   }
-
-  py::object state_of(const Switches* switches) const { return states_.at(*switches); }
-
-  const py::object& helpers() const { return helpers_; }
 
  private:
   static bool has_tensors(c10::ArrayRef<IValue> arguments) {
@@ -437,8 +430,8 @@ class Tape {
         index = place.index();
       }
     }
-    op.generator = helpers_.attr("generator")(generator, device_type, index);
-    op.state = helpers_.attr("state_of")(op.generator);
+    op.generator = helpers().attr("generator")(generator, device_type, index);
+    op.state = helpers().attr("state_of")(op.generator);
   }
 
   // The arguments whose contents a call changes, also when it runs again. Running statistics have their positions in
@@ -507,7 +500,7 @@ class Tape {
     }
     for (const auto& one : counters) {
       if (!one.record->birth && one.record->is_awaited()) {
-        keep_copy(*one.record, one.record->generation());
+        one.record->keep_copy(one.record->generation());
       }
     }
     return counters;
@@ -540,25 +533,12 @@ class Tape {
     records.clear();
   }
 
- public:
-  // Its present content stays available, as this generation.
-  void keep_copy(Record& record, int64_t generation) {
-    auto storage = record.held();
-    if (storage && !record.copies.count(generation)) {
-      record.copies[generation] = helpers_.attr("HostCopy")(
-          py::reinterpret_steal<py::object>(torch::createPyObject(c10::Storage(std::move(storage)))));
-    }
-  }
-
- private:
   static constexpr int64_t MOST_BYTES = 1 << 24, MOST_OTHERS_BYTES = 1 << 20;  // as in host_copies.py
   c10::DeviceType where_;
-  py::object helpers_;
   std::unordered_map<const c10::StorageImpl*, RecordPtr> registry_, earlier_;
   std::vector<RecordPtr> recorded_;
   std::vector<std::pair<py::object, std::vector<RecordPtr>>> kept_;
   std::vector<CounterBefore> unsettled_;
-  std::map<Switches, py::object> states_;
   const Switches* last_switches_ = nullptr;
 };
 

@@ -88,6 +88,12 @@ def take_dispatch_key(name: str) -> bool:
     return True
 
 
+def without_dispatch_key(name: str) -> contextlib.AbstractContextManager[object]:
+    """A block whose ops do not reach what is registered for a dispatch key."""
+    key: Any = torch._C._parse_dispatch_key(name)
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
+
+
 COO_PARTS = ("_indices", "_values")
 """The methods for a sparse tensor's parts that also work if it is not coalesced, unlike the public ones."""
 
