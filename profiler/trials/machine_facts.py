@@ -39,6 +39,7 @@ from poochplan.runtime.devices.backend import backends_in_use
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.messages import warn_once
+from poochplan.runtime.replays.compiled_tape import serves
 from poochplan.runtime.step_policies.follow import AlwaysFollow
 from poochplan.tensors.modes import uncompiled_hooks
 
@@ -130,7 +131,7 @@ def _with_costs(profile: Profile, where: torch.device) -> Profile:
 
 
 class CachedCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """The file: costs, and seconds of calling two hooks, by machine, device, threads and versions."""
+    """The file: costs, and seconds of calling two hooks, by machine, device, threads, versions and tape."""
 
     version: int
     costs: dict[str, tuple[RuntimeCost, Seconds]]
@@ -144,7 +145,8 @@ def cached_cost(where: torch.device) -> Measured | None:
     found = known_cost(where)
     if found is not None:
         return found
-    measured, key, known = measured_on(where, torch.get_num_threads()), _key(where), _load()
+    key = _key(where)
+    measured, known = measured_on(where, key), _load()
     if measured is not None:
         costs = {**known, key: (measured.cost, measured.call_s)}
         kept = encode_readable(CachedCosts(version=VERSION, costs=costs))
@@ -158,8 +160,8 @@ def known_cost(where: torch.device) -> Measured | None:
 
 
 def _key(where: torch.device) -> str:
-    threads = torch.get_num_threads()
-    return f"{platform.node()}, {this_machine(where).name}, {threads} threads, {torch.__version__}"
+    threads, tape = torch.get_num_threads(), ", compiled tape" if serves(where.type) else ""
+    return f"{platform.node()}, {this_machine(where).name}, {threads} threads, {torch.__version__}{tape}"
 
 
 def _load() -> dict[str, tuple[RuntimeCost, float]]:
@@ -217,8 +219,8 @@ class Measured(NamedTuple):
 
 
 @functools.cache
-def measured_on(where: torch.device, threads: int) -> Measured | None:
-    """The times measured once, for a device and a number of threads; None if there is no disk or memory to swap to."""
+def measured_on(where: torch.device, key: str) -> Measured | None:
+    """The times measured once for a device and what else ``key`` names; None without a disk or memory to swap to."""
     measured = None
     with contextlib.suppress(SpillError, torch.OutOfMemoryError), restored(kept_generators()), current(where):
         measured = measure_runtime(where)

@@ -17,14 +17,18 @@ from poochplan.formats.profile import RuntimeCost
 from poochplan.planner.simulator.evaluator import EVALUATOR, library
 from poochplan.profiler.trials import machine_facts
 from poochplan.runtime.arena.library import ALLOCATOR
+from poochplan.runtime.replays.compiled_tape import TAPE
 
 
 @contextmanager
 def empty_cache(folder: Path) -> Iterator[None]:
     """Within the block caches lie in ``folder``: what is measured is measured once for all of the block."""
     (folder / "poochplan" / "native").mkdir(mode=0o700, parents=True)
-    for built in (EVALUATOR.file().parent if library(None) is not None else None, _allocator()):
-        if built is not None and built.is_dir():
+    library(None)
+    _build_allocator()
+    for part in (EVALUATOR, ALLOCATOR, TAPE):
+        if part.is_built():
+            built = part.file().parent
             shutil.copytree(built, folder / "poochplan" / "native" / built.name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
@@ -42,8 +46,7 @@ def costs_are_known() -> None:
     write_cache(cache_folder() / "runtime-costs.json", encode_readable(known))
 
 
-def _allocator() -> Path | None:
-    """Where it is built; None where it cannot be."""
+def _build_allocator() -> None:
+    """Where it can be built."""
     with contextlib.suppress(NativeError):
-        return ALLOCATOR.build().parent
-    return None
+        ALLOCATOR.build()

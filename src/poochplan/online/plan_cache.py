@@ -29,6 +29,7 @@ from poochplan.runtime.applying import model_signature
 from poochplan.runtime.arena.step_arena import ArenaMode
 from poochplan.runtime.metering.allocated import step_scope
 from poochplan.runtime.metering.census import live
+from poochplan.runtime.replays.compiled_tape import serves
 from poochplan.torch_private.compiler_internals import compiled_with
 
 from .before_plan import ranks_here
@@ -52,7 +53,7 @@ class PlanCache:
     * the model: its tensors, flags, compiled and wrapped calls;
     * the kind of segment, with torch's switches when it begins;
     * device, threads, host, its ranks, budget, arena, a given link or throttle, whether the allocator counts the memory
-      inside ops, and whether gradients are scaled;
+      inside ops, whether gradients are scaled, and whether the compiled tape records, which costs less;
     * the classes of the model's optimizers, and which of their settings are not zero: they decide about their state;
     * the versions of torch and of poochplan.
 
@@ -84,6 +85,7 @@ class PlanCache:
             *(machine.kind, machine.name, machine.memory_bytes, machine.threads, platform.node(), tells),
             *(ranks_here(), optimizers_of(self._whole)),
             *(scales_gradients(), torch.__version__, package_version(), PROFILE_VERSION, PLAN_VERSION, VERSION),
+            serves(self._where.type),
         )
 
     def find(self, key: Key) -> tuple[Profile, Plan | None] | None:
