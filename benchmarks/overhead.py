@@ -24,7 +24,7 @@ import poochplan
 from benchmarks.facts import facts_of_run, parser_of, write_results
 from benchmarks.pairs import CONFIGS, Planned, Seconds, in_pairs, load, one_step, profiled
 from benchmarks.processes import POOCH
-from poochplan.runtime.replays.tape import Recorder, Tape
+from poochplan.runtime.replays.compiled_tape import recording
 from poochplan.tensors.host_memory import freed_memory_given_back
 from poochplan.tensors.storages import static_keys
 from poochplan.workload import Workload
@@ -107,9 +107,8 @@ class ManyOps(nn.Module):
 def per_op(pairs: int) -> dict[str, Any]:
     """Microseconds that recording adds to an op, and that a handle adds to a pack and its unpack."""
     model, batch = ManyOps(), torch.randn(8, 32)
-    tape = Tape("cpu")
-    tape.static = dict.fromkeys(static_keys(model, "cpu"), 0)
-    recorder = Recorder(tape)
+    tape, recorder = recording("cpu")
+    tape.static.update(dict.fromkeys(static_keys(model, "cpu"), 0))
     ops = 6 * len(model.scales)
 
     def forward(mode: contextlib.AbstractContextManager[Any]) -> Seconds:
@@ -125,7 +124,7 @@ def per_op(pairs: int) -> dict[str, Any]:
         return time.perf_counter() - start_s, time.thread_time() - start_cpu_s
 
     @contextlib.contextmanager
-    def recording() -> Any:
+    def recorded_forward() -> Any:
         tape.forget()
         recorder.switch_on()
         try:
@@ -133,7 +132,7 @@ def per_op(pairs: int) -> dict[str, Any]:
         finally:
             recorder.switch_off()
 
-    recorded = in_pairs(lambda: forward(contextlib.nullcontext()), lambda: forward(recording()), pairs)
+    recorded = in_pairs(lambda: forward(contextlib.nullcontext()), lambda: forward(recorded_forward()), pairs)
     workload = Workload(model, lambda: model(batch).sum(), torch.optim.SGD(model.parameters(), lr=0.0))
     profile = profiled(workload, "many-ops", iterations=3)
     plan = poochplan.plan(profile, profile.in_core_peak_bytes, policy="keep-all")

@@ -15,9 +15,10 @@ os.environ["POOCH_RAISES"] = "1"  # before the first import: a fault of ours is 
 import pytest
 import torch
 
-from poochplan.errors import SpillError
+from poochplan.errors import NativeError, SpillError
 from poochplan.profiler import profiling
 from poochplan.runtime.devices.cpu import choose_spill_dir
+from poochplan.runtime.replays import compiled_tape
 from tests import hangs
 from tests.depth import DAY, DEEP, EVERYTHING, LONGEST, MARKED, PART, is_in_part, is_looked_at, not_today
 from tests.memory import watch_memory
@@ -71,6 +72,16 @@ def _the_link_is_measured_once() -> Iterator[None]:
     """Each profile that measures the link gets what the first one in this process found with the same arguments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiling, "measure_link", functools.cache(profiling.measure_link))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _the_tape_is_built_here_or_never() -> Iterator[None]:
+    """Where there can be a compiled tape it serves from the first test on; sessions begin no build beside a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_tape, "build_beside", lambda: None)
+        with contextlib.suppress(NativeError):
+            compiled_tape.TAPE.build()
         yield
 
 

@@ -33,7 +33,7 @@ from poochplan.profiler.live.step_function import StepFunction
 from poochplan.runtime.arena.library import ALLOCATOR
 from poochplan.runtime.devices.backend import accelerator_type
 from poochplan.runtime.devices.cpu import SpillFile, choose_spill_dir, file_system_type
-from poochplan.runtime.replays.compiled_tape import IS_ASKED_FOR, TAPE
+from poochplan.runtime.replays.compiled_tape import TAPE
 from poochplan.tensors.host_memory import available_and_limit, available_bytes, io_limits
 from poochplan.tensors.modes import compiled_modules
 from poochplan.torch_private.tensor_internals import intercept_autograd, nodes_behind
@@ -213,8 +213,7 @@ def software_findings(*, builds: bool = False) -> Iterator[Finding]:
     yield solvers(installed)
     yield compiled_part(EVALUATOR, builds=builds)
     yield compiled_part(ALLOCATOR, builds=builds)
-    if IS_ASKED_FOR:
-        yield compiled_part(TAPE, builds=builds)
+    yield compiled_part(TAPE, builds=builds)
 
 
 def installed(package: str) -> str | None:

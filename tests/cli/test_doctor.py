@@ -98,7 +98,7 @@ def test_the_tested_torches_begin_with_the_oldest_allowed_and_have_the_one_that_
     assert torch_version(f"{pinned}+cpu").status is OK
 
 
-PARTS = "evaluator", "allocator"
+PARTS = "evaluator", "allocator", "tape"
 """What is compiled on its first use."""
 
 
@@ -151,7 +151,8 @@ def test_the_doctor_builds_what_is_compiled_when_asked(
     said = pooch("doctor --build").out
     assert re.search(r"^ok +allocator +built: torch", said, re.MULTILINE)
     assert re.search(r"^ok +evaluator +built: evaluator", said, re.MULTILINE)
-    assert sorted(file.name for file in tmp_path.rglob("*.so")) == ["allocator.so", "evaluator.so"]
+    assert re.search(r"^ok +tape +built: torch", said, re.MULTILINE)
+    assert sorted(file.name for file in tmp_path.rglob("*.so")) == ["allocator.so", "evaluator.so", "tape.so"]
 
 
 # -- workloads -----------------------------------------------------------------------------------------------------

@@ -401,7 +401,9 @@ def on_stand_in(*, cupy: bool = True, index: int = 0) -> Iterator[Machine]:
             patch.setattr(torch._C, name, thing, raising=False)
         _hide_what_is_built_for_cuda(patch)
         # What the stand-in's own Python takes is no machine's time, and telling it takes 20 s.
-        patch.setattr("poochplan.profiler.trials.machine_facts.measured_on", lambda where, threads: None)
+        patch.setattr("poochplan.profiler.trials.machine_facts.measured_on", lambda where, key: None)
+        # The compiled tape sees the memory of the host that the stand-in's tensors have.
+        patch.setattr("poochplan.runtime.replays.compiled_tape.IS_WANTED", False)
         if cupy:
             patch.setitem(sys.modules, "cupy", cupy_module(gpu.host_memory, gpu.copy_asynchronously))
         else:

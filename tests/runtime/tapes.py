@@ -13,7 +13,9 @@ IN_TURN = {
     *("test_sources", "test_late_buffers", "test_autograd_steps", "test_users_modes", "test_third_party"),
     *("test_unusual_tensors", "test_backward_without_modes", "test_programs"),
 }
-"""Files whose tests run on one today and on the other tomorrow; on both with ``ALL=1``. All others have Python's."""
+"""Files whose tests run on one today and on the other tomorrow; on both with ``ALL=1``. All others have the compiled
+one where it can be built.
+"""
 KINDS = PYTHON, COMPILED = "python", "compiled"
 
 
@@ -27,10 +29,8 @@ def on_tapes(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True, name="tape")
 def tape_of_sessions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kind of tape that sessions of the test record on."""
-    kind: str = getattr(request, "param", PYTHON)
-    monkeypatch.setattr(compiled_tape, "IS_ASKED_FOR", kind == COMPILED)
-    if kind == COMPILED:
-        if why := TAPE.why_unavailable():
-            pytest.skip(why)
-        TAPE.build()
+    kind: str = getattr(request, "param", COMPILED)
+    monkeypatch.setattr(compiled_tape, "IS_WANTED", kind == COMPILED)
+    if hasattr(request, "param") and kind == COMPILED and not TAPE.is_built():
+        pytest.skip(TAPE.why_unavailable() or TAPE.last_failure())
     return kind

@@ -34,8 +34,9 @@ from tests.runtime.mutants import assert_needed, rewritten
 from tests.runtime.nets import CASES, Case, Residual, followed, in_core
 from tests.runtime.random_plans import random_plan
 from tests.runtime.served import needs_compiler
+from tests.runtime.tapes import PYTHON
 
-pytestmark = pytest.mark.cpu_device
+pytestmark = [pytest.mark.cpu_device, pytest.mark.parametrize("tape", [PYTHON], indirect=True)]
 SWAP, REPLAY = (0, 1, 0), (0, 0, 1)
 
 
