@@ -24,6 +24,7 @@ from poochplan.profiler.trials.verify_replays import HostStore, Verify, checksum
 from poochplan.runtime.arena.step_arena import RepeatedStep
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import SavedHandle
+from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.tensors.host_memory import page_fault_s, page_faults
@@ -318,13 +319,31 @@ class TimedSteps:
 
 class Summing(SegmentObserver):
     """``sums`` has one sum for each tensor that forward saves. The sum is 0 for values at the save points that are
-    ``unwritten``; there are no sums if these are None.
+    ``unwritten``; there are no sums if these are None. ``is_watched``: by the mode of Python's tape, which may serve
+    where the plan runs.
     """
 
-    def __init__(self, context: StudyContext, policy: StepPolicy, unwritten: Container[int] | None) -> None:
+    def __init__(
+        self,
+        context: StudyContext,
+        policy: StepPolicy,
+        unwritten: Container[int] | None,
+        *,
+        is_watched: bool = False,
+    ) -> None:
         super().__init__(context, policy)
         self.sums: list[int] = []
-        self._unwritten = unwritten
+        self._unwritten, self._is_watched = unwritten, is_watched
+
+    @contextlib.contextmanager
+    def instruments(self, segment: Segment) -> Iterator[None]:
+        mode = Recorder(Tape(self.context.where.type))
+        if self._is_watched:
+            mode.switch_on()
+        try:
+            yield
+        finally:
+            mode.leave_stack()
 
     def pack(self, tensor: torch.Tensor, pack: PackHook) -> SavedHandle:
         if self._unwritten is None or in_backward():

@@ -29,6 +29,7 @@ from poochplan.profiler.capture.capture import Capture, collected_after
 from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.compare import RECORDED, instructions_for, keeping, verification, without_replays
 from poochplan.runtime.messages import warn
+from poochplan.runtime.replays.compiled_tape import serves
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.tensors.host_memory import is_freed_memory_given_back, new_memory_holds
@@ -222,7 +223,8 @@ def _verified(context: StudyContext, profile: Profile, room_bytes: float) -> Stu
     """The profile with ``unreplayable`` set on every value whose replay was tried and failed.
 
     Replays are compared with the tensors saved in a recorded step. For a repeatable step, these are also compared with
-    the tensors of a step without any mode. If they differ nothing is recomputed: recording alone would change bits.
+    the tensors of a step without any mode, and so are those of a step below the mode by which Python's tape records. If
+    they differ nothing is recomputed: recording alone would change bits.
     """
     largest_bytes = max((profile.rounded_bytes(profile.values[x].size_bytes) for x in saved_values(profile)), default=0)
     replay_bytes = 2 * largest_bytes  # about that much more a step takes that compares values with their replays
@@ -232,17 +234,18 @@ def _verified(context: StudyContext, profile: Profile, room_bytes: float) -> Stu
 
         if smallest_budget(profile) + replay_bytes > room_bytes:
             return without_replays(msgspec.structs.replace(profile, notes=(*profile.notes, NO_ROOM)))
-    unwritten, first, other = None, list[int](), list[int]()
+    unwritten, first, other, watched = None, list[int](), list[int](), list[list[int]]()
     if context.is_repeated:
         saved = enumerate(saved_values(profile))  # the save points of values that a kernel leaves partly unwritten
         unwritten = frozenset(at for at, one in saved if profile.values[one].unreplayable.endswith(UNWRITTEN))
-        first, other = yield from _sums(context, profile, unwritten)
+        first, other, watched = yield from _sums(context, profile, unwritten)
     trials = verification(profile, is_tight=is_tight)
     trial = next(trials)
     while True:
         observer: Verifying = yield partial(Verifying, context, trial, unwritten)
-        if other and any(a == b != c for a, b, c in zip_longest(first, other, observer.sums)):
-            return without_replays(profile, RECORDED)
+        for sums in (observer.sums, *watched):
+            if other and any(a == b != c for a, b, c in zip_longest(first, other, sums)):
+                return without_replays(profile, RECORDED)
         unwritten, other = None, []  # one step is enough
         try:
             trial = trials.send(observer.verify)
@@ -252,9 +255,10 @@ def _verified(context: StudyContext, profile: Profile, room_bytes: float) -> Stu
 
 def _sums(
     context: StudyContext, profile: Profile, unwritten: frozenset[int]
-) -> Generator[NewObserver, Any, tuple[list[int], list[int]]]:
-    """Sums of the tensors saved in two steps without any mode. The second is left out if the step does not repeat
-    itself, since then it says nothing about recording.
+) -> Generator[NewObserver, Any, tuple[list[int], list[int], list[list[int]]]]:
+    """Sums of the tensors saved in two steps without any mode, and in one below that of Python's tape, unless that tape
+    serves here. The second and third are left out if the step does not repeat itself, since then it says nothing about
+    recording.
 
     Memory that a kernel leaves unwritten keeps its old contents. So the two steps get memory with different bytes, and
     places that differ between them are not compared.
@@ -263,10 +267,14 @@ def _sums(
     every = [Decision.KEEP if profile.values[one].pinned else rest for one in saved_values(profile)]
     indexed = IndexedPlan.of(msgspec.structs.replace(instructions_for(profile, every), record_from_start=False))
 
-    def plain(byte: int) -> Generator[NewObserver, Any, list[int]]:
+    def step(byte: int, *, is_watched: bool = False) -> Generator[NewObserver, Any, list[int]]:
+        policy = Follow(indexed, SwapEach())
         with preserved(context.model, next(iter(context.optimizers), None)), new_memory_holds(byte):
-            observer: Summing = yield lambda: Summing(context, Follow(indexed, SwapEach()), unwritten)
+            observer: Summing = yield lambda: Summing(context, policy, unwritten, is_watched=is_watched)
         return observer.sums
 
-    first, again = (yield from plain(0)), (yield from plain(0))
-    return first, (yield from plain(1)) if first == again else []
+    first, again = (yield from step(0)), (yield from step(0))
+    if first != again:
+        return first, [], []
+    other = yield from step(1)
+    return first, other, [(yield from step(0, is_watched=True))] if serves(context.where.type) else []

@@ -11,6 +11,7 @@ from torch import nn
 
 import poochplan
 from poochplan.planner.planning import smallest_budget
+from poochplan.runtime.replays.compiled_tape import serves
 from tests.runtime.nets import Case, followed, taken
 
 BATCH = torch.linspace(-2, 2, 16 * 8).reshape(16, 8)
@@ -22,11 +23,11 @@ def _operators() -> Iterator[None]:
     library = torch.library.Library("aten", "FRAGMENT")
 
     def counting(batch: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        count.view(-1)[0] += 1
+        count.detach().numpy().reshape(-1)[0] += 1  # moves no version counter
         return batch.sin()
 
     def passing(batch: torch.Tensor) -> torch.Tensor:
-        batch.detach().view(-1)[:1].mul_(1.5)
+        batch.detach().numpy().reshape(-1)[0] *= 1.5
         return batch.cos()
 
     once: set[int] = set()
@@ -278,7 +279,8 @@ def test_the_verified_step_itself_is_not_changed_by_its_replays() -> None:
     taken(step, model)
     counts = [int(count[0]) for count in seen]
     assert sorted(set(counts)) == list(range(max(counts) + 1))  # one a step, whatever was replayed
-    assert len(counts) == len(set(counts)) + 3  # three steps run from the state of the next
+    repeated = 4 if serves("cpu") else 3  # so many steps run from the state of the next
+    assert len(counts) == len(set(counts)) + repeated
 
 
 def test_a_replay_that_raises_is_a_refusal_and_the_step_goes_on_with_the_right_bits() -> None:

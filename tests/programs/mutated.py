@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import pytest
+
+from poochplan.runtime.replays import compiled_tape
 from tests.runtime.mutants import Mutant, rewritten
 from tests.runtime.test_mutants import MUTANTS
 from tests.runtime.test_rules import RULES
@@ -35,7 +38,8 @@ def all_mutants() -> dict[str, dict[str, Mutant]]:
 
 def caught_by(mutant: Mutant, programs: list[Ready]) -> tuple[int | None, str]:
     """The seed of the first program that notices, and what it says; ``(None, "")`` where none does."""
-    with mutant.in_place():
+    with mutant.in_place(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_tape, "IS_WANTED", False)  # Python has the lines that are changed
         for one in programs:
             if problem := _first_problem(one):
                 return one.program.seed, problem
