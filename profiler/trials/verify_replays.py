@@ -28,8 +28,8 @@ from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.runtime.engine.mechanism import Mechanism
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.replays.compiled_tape import unrecorded
-from poochplan.runtime.replays.replay import WRITTEN_SINCE, NotReplayable, StorageRecord
-from poochplan.runtime.replays.running import Parts
+from poochplan.runtime.replays.recipes import WRITTEN_SINCE
+from poochplan.runtime.replays.replay import NotReplayable, Parts, StorageRecord
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, StepPolicy, SwapEach, no_room
 from poochplan.tensors.storages import bytes_of, memory_of

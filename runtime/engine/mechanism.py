@@ -16,8 +16,7 @@ from poochplan.errors import is_out_of_memory
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import ComputeDevice, Stopwatch
 from poochplan.runtime.devices.transfers import copy_in, copy_out
-from poochplan.runtime.replays.replay import Content
-from poochplan.runtime.replays.running import Around
+from poochplan.runtime.replays.replay import Around, Content
 from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import StepReport
 from poochplan.runtime.step_policies.step_policy import Actions

@@ -13,7 +13,8 @@ from poochplan.errors import SpillError
 from poochplan.formats.plan import Decision, PlannedValue
 from poochplan.runtime.devices.device import Stream
 from poochplan.runtime.devices.transfers import Copy
-from poochplan.runtime.replays.replay import Recipe, StorageRecord
+from poochplan.runtime.replays.recipes import Recipe
+from poochplan.runtime.replays.replay import StorageRecord
 from poochplan.tensors.storages import Geometry, Shell, check_unwritten, counted_by, version_probe
 from poochplan.torch_private.tensor_internals import detached_alias, version_of
 

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import importlib.util
 import os
-import subprocess
 import sys
 import sysconfig
 import threading
@@ -25,6 +24,7 @@ import torch
 
 from poochplan.errors import NativeError
 from poochplan.guard import users
+from poochplan.native import run_beside
 from poochplan.runtime.arena.library import ALLOCATOR, TorchBuild
 from poochplan.runtime.devices.backend import Generator
 from poochplan.runtime.messages import warn_once
@@ -41,13 +41,13 @@ from poochplan.torch_private.tensor_internals import (
 )
 
 from .host_copies import HostCopy
-from .replay import MODIFIED, OFF, Content, NotReplayable, Source, StorageRecord
-from .running import Around, set_state_of, state_of
+from .recipes import MODIFIED
+from .replay import OFF, Around, Content, NotReplayable, Source, StorageRecord, set_state_of, state_of
 from .tape import Recorder, Tape, default_generator
 
 NAME, KEY = "tape", "Fake"
 IS_WANTED = os.environ.get("POOCH_TAPE") != "python"
-"""Whether it may serve. Where it is not built, sessions have it built for later ones."""
+"""Whether it may serve; where it is not built, sessions have it built for later ones."""
 
 
 class TapeBuild(TorchBuild):
@@ -148,9 +148,7 @@ def build_beside() -> None:
 
 def _build() -> None:
     with contextlib.suppress(OSError):  # the next process tells why it was not built
-        none = subprocess.DEVNULL
-        command = [sys.executable, "-P", "-m", __name__]
-        subprocess.run(command, stdin=none, stdout=none, stderr=none, check=False, start_new_session=True)
+        run_beside(__name__)
 
 
 @functools.cache

@@ -1,28 +1,29 @@
-"""Replay: brings a recomputed value back by running its recorded writers again, bitwise equal.
+"""What is recorded, and running it again: ops and storages as recording sees them.
 
-A :class:`StorageRecord` stands for one storage as recording sees it. The ops that created, read and wrote it refer to
-it by views, so that a tape keeps nothing alive. The closure of a value gives the recorded ops that run, the
-contents from which they start, and what must stay until then; its recipe holds that.
-
-``docs/semantics.md`` defines what a replay needs and what is freed when; planner and simulator follow the same rules.
+A :class:`StorageRecord` stands for one storage. The ops that created, read and wrote it refer to it by :class:`View`s,
+so that a tape keeps nothing alive. Ops run again from given contents, under their grad mode, generator states and
+switches.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
 
-from poochplan.guard import users
-from poochplan.tensors.storages import Geometry
-from poochplan.torch_private.tensor_internals import WIDENING, version_of
+from poochplan.runtime.devices.backend import Generator
+from poochplan.runtime.metering.allocated import aside
+from poochplan.tensors.operators import ArgumentTree, Flat, outputs_of, unflatten
+from poochplan.tensors.storages import Geometry, bytes_of
+from poochplan.torch_private.switches import SwitchesAsRecorded, SwitchState
+from poochplan.torch_private.tensor_internals import WIDENING, outside_transforms, version_of
 
 from .host_copies import HostCopy
-from .running import Around, RecordedOp, parts_read, run_ops
 
 OFF = 0
 """Stands for the number of a window when nothing is recorded."""
@@ -44,6 +45,73 @@ class Content(Protocol):
 
     def came_back(self, storage: torch.UntypedStorage) -> None:
         """A replay has rebuilt it, in ``storage``."""
+
+
+class Waiting(Protocol):
+    """A recipe, as a storage sees it that has no save point yet."""
+
+    def refresh(self) -> None:
+        """The storage has become a saved value."""
+
+
+# A tape makes several of these for each op. The garbage collector ignores them (``gc=False``), because its work on them
+# would take longer than recording. Ops and records have reference cycles, which the tape itself breaks.
+
+
+class View(msgspec.Struct, gc=False, eq=False):
+    """A tensor argument: its geometry, and the content that it read."""
+
+    record: StorageRecord
+    generation: int
+    """Number of recorded writes to the storage before it was read."""
+    geometry: Geometry
+    probe: tuple[torch.Tensor, int] | None
+    """For a storage that cannot be rebuilt: a version probe, and the version that was read."""
+    source: tuple[torch.Tensor, int] | None = None
+    """The same for an argument of which the op may make a larger copy."""
+
+
+class Scratch(NamedTuple):
+    """Stands for running statistics in training: a replay gives the op a temporary tensor in their place."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Birth(msgspec.Struct, gc=False, eq=False):
+    """A storage that an op has created, and the position of its tensor among the op's flat outputs."""
+
+    position: int
+    record: StorageRecord
+
+
+class RecordedOp(msgspec.Struct, gc=False, eq=False):
+    """One op as it was called."""
+
+    order: int
+    func: Any
+    arguments: tuple[Any, ...]
+    """Flat arguments, tensors as :class:`View`."""
+    reads: tuple[View, ...]
+    """Those of the arguments that are views."""
+    spec: ArgumentTree
+    grad_enabled: bool
+    """Some kernels depend on it (oneDNN's LSTM returns its workspace only with it)."""
+    usable: bool = True
+    """Whether it can be run again."""
+    uninitialised: bool = False
+    """Creates storages with undefined contents."""
+    overwrites: StorageRecord | None = None
+    """The storage whose every byte it writes without reading one."""
+    births: tuple[Birth, ...] = ()
+    writes: tuple[StorageRecord, ...] = ()
+    """Storages from before the op that it writes in place."""
+    generator: Generator | None = None
+    state: bytearray | None = None
+    """Generator state before the op, when it is random."""
+    switches: SwitchState | None = None
+    """How torch's switches were; None for those of now."""
 
 
 class StorageRecord(msgspec.Struct, gc=False, eq=False):
@@ -77,7 +145,7 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
     """Whether a recipe that reads it makes a copy, because the step may still write it."""
     copies: dict[int, HostCopy] | None = None
     """By generation."""
-    waiting: dict[int, weakref.ref[Recipe]] | None = None
+    waiting: dict[int, weakref.ref[Waiting]] | None = None
     """Recipes that read this storage before it was packed: they claim its value once it is."""
 
     def meet(self, version: int, window: int) -> None:
@@ -133,7 +201,7 @@ class StorageRecord(msgspec.Struct, gc=False, eq=False):
         recipes = (reference() for reference in (self.waiting or {}).values())
         return any(recipe is not None for recipe in recipes)
 
-    def wait_for_value(self, recipe: Recipe) -> None:
+    def wait_for_value(self, recipe: Waiting) -> None:
         """Has the recipe refreshed when this storage is packed."""
         if self.waiting is None:
             self.waiting = {}
@@ -217,15 +285,6 @@ class CounterBefore(NamedTuple):
     version: int
 
 
-# -- replays ---------------------------------------------------------------------------------------------------------
-
-WRITTEN_SINCE = "an input of the replay was written in place since it was read"
-MODIFIED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-    "it is to be recomputed, and {}"
-)
-
-
 class NotReplayable(Exception):  # noqa: N818 - a verdict, caught where the recipe is made
     """A writer was not recorded, is opaque, or an input is gone. The value is swapped instead; if that is found in
     backward, when the replay is to run, it is an error.
@@ -238,143 +297,6 @@ class NotReplayable(Exception):  # noqa: N818 - a verdict, caught where the reci
         self.record = record
 
 
-class Closure:
-    """What a need requires: the ops to run, the contents from which they start, and the values that they bring back."""
-
-    def __init__(self) -> None:
-        self.ops: dict[int, RecordedOp] = {}
-        self.leaves: dict[tuple[StorageRecord, int], Content | None] = {}
-        """Contents that exist already: saved values, or (None) storages found in place."""
-        self.copied = set[tuple[StorageRecord, int]]()
-        """Leaves that were written since, and of which there is a copy."""
-        self.rebuilt: dict[StorageRecord, None] = {}
-        self.targets: list[tuple[StorageRecord, Content]] = []
-        """Saved values that wait for a replay themselves and are brought back along the way."""
-
-    def takes_copy(self, record: StorageRecord, generation: int) -> None:
-        """The leaf was written since it was read; raises ``NotReplayable`` if there is no copy of what was read."""
-        if record.copies is None or generation not in record.copies:
-            raise NotReplayable(WRITTEN_SINCE, record)
-        self.copied.add((record, generation))
-
-
-def closure_of(root: StorageRecord, generation: int, *, follow_recipes: bool) -> Closure:
-    """Follows ``need(root, generation)`` of ``docs/semantics.md`` to its end.
-
-    With ``follow_recipes`` a saved input that waits for a replay is brought back too; without, it is a leaf.
-
-    Raises ``NotReplayable`` when a writer of the root is missing or opaque, or an op on the way writes something
-    that the replay does not own.
-    """
-    closure = Closure()
-    ops = closure.ops
-    pending, seen = [(root, generation)], set()
-    while pending:
-        need = record, wanted = pending.pop()
-        if need in seen:
-            continue
-        seen.add(need)
-        value = record.value_at(wanted) if record is not root else None
-        if value is not None:
-            if not (follow_recipes and value.waits_for_replay):
-                closure.leaves[need] = value
-                continue
-            closure.targets.append((record, value))
-        is_kept = record.kept == wanted and value is None and record is not root
-        writers = None if is_kept else record.writers_up_to(wanted)
-        if writers is None:
-            if record is root or value is not None:
-                raise NotReplayable("an op that made it was not recorded, or cannot be run again")
-            if wanted != len(record.writes):
-                closure.takes_copy(record, wanted)
-            closure.leaves[need] = None
-            continue
-        closure.rebuilt[record] = None
-        for op in writers:
-            ops[op.order] = op
-            for view in op.reads:
-                # An op reads from its own storage what earlier writers left: they run anyway.
-                if view.record is not record:
-                    pending.append((view.record, view.generation))
-    _check(closure)
-    return closure
-
-
-def _check(closure: Closure) -> None:
-    """Raises ``NotReplayable`` if an op writes a storage that the replay does not own, or an input has changed."""
-    ops, rebuilt, leaves = closure.ops.values(), closure.rebuilt, closure.leaves
-    for op in ops:
-        for written in op.writes:
-            if written not in rebuilt:
-                raise NotReplayable("running it again would overwrite another tensor")
-    for op in ops:
-        for view in op.reads:
-            # The earlier contents of a storage that a writer fills are no input.
-            if view.probe is None or (view.record, view.generation) not in leaves:
-                continue
-            if version_of(view.probe[0]) != view.probe[1]:
-                closure.takes_copy(view.record, view.generation)
-
-
-class Recipe(msgspec.Struct, eq=False, weakref=True):
-    """Everything that the replay of one value needs to stay, held from its save point until the value is back.
-
-    ``values`` are saved values that it reads (on the device, on the host, or with recipes of their own). ``storages``
-    existed before recording began: parameters, buffers, inputs.
-    """
-
-    record: StorageRecord
-    generation: int
-    values: Sequence[Content] = ()
-    storages: Sequence[torch.UntypedStorage] = ()
-
-    def __post_init__(self) -> None:
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Determines again what must stay. Called again when a storage on the way has become a saved value."""
-        closure = closure_of(self.record, self.generation, follow_recipes=False)
-        while self._keeps_instead(closure):
-            closure = closure_of(self.record, self.generation, follow_recipes=False)
-        values, storages = [], []
-        for (record, generation), value in closure.leaves.items():
-            if value is not None:
-                values.append(value)
-                continue
-            storages.append(storage_of(record))
-            record.wait_for_value(self)
-            if record.may_copy:
-                record.keep_copy(generation)
-        for record in closure.rebuilt:
-            if record is not self.record:
-                record.wait_for_value(self)
-        self.values, self.storages = tuple(values), tuple(storages)
-
-    def _keeps_instead(self, closure: Closure) -> bool:
-        """Whether what was made of inputs that are gone is from now on kept in their place, because it is still there.
-
-        A window of recording may begin behind the ops that made such an input. The plan needs none of them: it replays
-        from a value that is saved, but whose save point comes later.
-        """
-        gone = {record for (record, _), value in closure.leaves.items() if value is None and record.storage() is None}
-        if not gone:
-            return False
-        of_op = ((op, record) for record in closure.rebuilt for op in (record.birth, *record.writes) if op is not None)
-        is_new = False
-        for op, record in sorted(of_op, key=lambda made: made[0].order):
-            if (
-                record is self.record
-                or op.order not in closure.ops
-                or not any(view.record in gone for view in op.reads)
-            ):
-                continue
-            if record.storage() is None:
-                gone.add(record)
-            elif record.kept != len(record.writes):
-                record.kept, is_new = len(record.writes), True
-        return is_new
-
-
 def storage_of(record: StorageRecord) -> torch.UntypedStorage:
     """The storage that a record stands for; raises ``NotReplayable`` when it is gone."""
     storage = record.storage()
@@ -383,43 +305,121 @@ def storage_of(record: StorageRecord) -> torch.UntypedStorage:
     return storage
 
 
-def _in_place(need: tuple[StorageRecord, int], closure: Closure, *, from_copies: bool) -> torch.UntypedStorage:
-    record, generation = need
-    if need in closure.copied:
-        if not from_copies or record.copies is None:
-            raise NotReplayable(WRITTEN_SINCE, record)
-        return record.copies[generation].storage()
-    storage = storage_of(record)
-    if not storage.nbytes():
-        raise NotReplayable("a sharded weight that it needs is not gathered")
-    return storage
+# -- running ops again ------------------------------------------------------------------------------------------------
+
+Leaves = dict[tuple[StorageRecord, int], torch.UntypedStorage]
+"""The starting points of a replay: the storage of each content that it does not build."""
+Parts = list[tuple[StorageRecord, torch.Tensor]]
+"""Storages that a replay reads and the step has not made, with their bytes in place."""
+Around = Callable[[Parts], contextlib.AbstractContextManager[None]]
+"""Returns the block in which a replay's ops run."""
 
 
-def replay(
-    value: Content,
-    resident: Callable[[Content], torch.UntypedStorage],
-    device_type: str,
-    around: Around | None = None,
-) -> list[Content]:
-    """Brings ``value``, and every saved value on the way that waits for a replay, back onto the device.
+def run_ops(
+    ops: list[RecordedOp], there: Leaves, keep: set[StorageRecord], device_type: str
+) -> dict[StorageRecord, torch.UntypedStorage]:
+    """Runs the ops in order and returns the storages of the records in ``keep``; frees others after their last use."""
+    last_use = {view.record: op.order for op in ops for view in op.reads}
+    built: dict[StorageRecord, torch.UntypedStorage] = {}
+    with outside_transforms(), contextlib.ExitStack() as stack:  # it makes no graph, because its inputs are detached
+        if torch.is_autocast_enabled(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        with_gradients, switches = torch.is_grad_enabled(), stack.enter_context(SwitchesAsRecorded())
+        for op in ops:
+            if op.switches is not None:
+                switches.turn(op.switches)
+            if op.grad_enabled is not with_gradients:
+                with_gradients = op.grad_enabled
+                stack.enter_context(torch.set_grad_enabled(with_gradients))
+            outputs = _call(op, there, built)
+            for birth in op.births:
+                record = birth.record
+                if record in keep or last_use.get(record, 0) > op.order:
+                    built[record] = outputs[birth.position].untyped_storage()
+            del outputs
+            for view in op.reads:
+                if last_use[view.record] == op.order and view.record not in keep:
+                    built.pop(view.record, None)
+    return built
 
-    ``resident(other)`` gives the storage of a saved value that is not waiting for a replay, waiting for its copy.
-    ``around``, for verification, gets what the ops read in place, and returns a block in which they run; what was
-    written since then does not come from a copy. Returns the saved values that came back. Raises ``RuntimeError`` as
-    autograd would when an input was written in place after it was read.
-    """
+
+def _call(op: RecordedOp, there: Leaves, built: dict[StorageRecord, torch.UntypedStorage]) -> list[Any]:
+    arguments = [
+        _tensor(argument, op, there, built) if type(argument) is View or type(argument) is Scratch else argument
+        for argument in op.arguments
+    ]
+    if op.generator is None or op.state is None:
+        if type(op.spec) is Flat and not op.spec.names:
+            return outputs_of(op.func(*arguments))
+        args, kwargs = unflatten(arguments, op.spec)
+        return outputs_of(op.func(*args, **kwargs))
+    args, kwargs = unflatten(arguments, op.spec)
+    now = state_of(op.generator)
+    set_state_of(op.generator, op.state)
     try:
-        closure = closure_of(value.record, value.generation, follow_recipes=True)
-        there = {
-            need: _in_place(need, closure, from_copies=around is None) if source is None else resident(source)
-            for need, source in closure.leaves.items()
-        }
-    except NotReplayable as reason:
-        raise users(RuntimeError(MODIFIED.format(reason))) from None
-    targets = [(value.record, value), *closure.targets]
-    ops = [closure.ops[order] for order in sorted(closure.ops)]
-    with contextlib.nullcontext() if around is None else around(parts_read(ops, there)):
-        built = run_ops(ops, there, {record for record, _ in targets}, device_type)
-    for record, target in targets:
-        target.came_back(built[record])
-    return [target for _, target in targets]
+        return outputs_of(op.func(*args, **kwargs))
+    finally:
+        set_state_of(op.generator, now)
+
+
+def _tensor(
+    argument: View | Scratch, op: RecordedOp, there: Leaves, built: dict[StorageRecord, torch.UntypedStorage]
+) -> torch.Tensor:
+    if isinstance(argument, Scratch):
+        return torch.ones(argument.shape, dtype=argument.dtype, device=argument.device)
+    # The op only writes the replay's own storages, never a saved value.
+    owned = argument.record in op.writes
+    storage = None if owned else there.get((argument.record, argument.generation))
+    return argument.geometry.on(built[argument.record] if storage is None else storage)
+
+
+def parts_read(ops: list[RecordedOp], there: Leaves) -> Parts:
+    """The bytes that the ops see of each earlier storage, in pieces that do not overlap."""
+    storages: dict[StorageRecord, torch.UntypedStorage] = {}
+    extents: dict[StorageRecord, set[tuple[int, int]]] = {}
+    for op in ops:
+        for view in op.reads:
+            # A part of a storage that the step has not made (or has made where recording could not see it).
+            was_there = view.record.birth is None and (view.record, view.generation) in there
+            if was_there and view.record not in op.writes:
+                storages[view.record] = there[view.record, view.generation]
+                extents.setdefault(view.record, set()).add(_extent(view.geometry))
+    wholes = {record: bytes_of(storage) for record, storage in storages.items()}
+    return [
+        (record, wholes[record][begin:end])
+        for record, pieces in extents.items()
+        for begin, end in _merged(sorted(pieces))
+    ]
+
+
+def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes, each once."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in pieces:
+        if merged and begin < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _extent(geometry: Geometry) -> tuple[int, int]:
+    """First byte on the storage, and the byte after the last."""
+    count = 0
+    if 0 not in geometry.shape:
+        count = 1 + sum((size - 1) * stride for size, stride in zip(geometry.shape, geometry.stride, strict=True))
+    return geometry.offset * geometry.dtype.itemsize, (geometry.offset + count) * geometry.dtype.itemsize
+
+
+def state_of(generator: Generator) -> bytearray:
+    """The generator's state, copied into Python's memory, because no budget has room for it: each random op on a tape
+    has one, of 5056 bytes for the CPU's generator.
+    """
+    with aside():
+        state = generator.get_state()
+        return bytearray(ctypes.string_at(state.data_ptr(), state.nbytes))  # not an op, which modes would see
+
+
+def set_state_of(generator: Generator, state: bytearray) -> None:
+    """Puts the generator into the state; takes no memory of the device."""
+    generator.set_state(torch.frombuffer(state, dtype=torch.uint8))

@@ -25,8 +25,8 @@ from poochplan.torch_private.switches import SwitchReader
 from poochplan.torch_private.tensor_internals import WIDENING, called_below_autograd, storage_identity, version_of
 
 from .host_copies import MOST_BYTES, MOST_OTHERS_BYTES
-from .replay import OFF, Content, CounterBefore, Recipe, StorageRecord, replay
-from .running import Around, Birth, RecordedOp, Scratch, View, state_of
+from .recipes import Recipe, replay
+from .replay import OFF, Around, Birth, Content, CounterBefore, RecordedOp, Scratch, StorageRecord, View, state_of
 
 
 class Recorder(ToggledMode):

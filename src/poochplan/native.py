@@ -215,6 +215,13 @@ class NativeBuild:
         return line if len(line) <= _MOST_LETTERS else f"{line[: _MOST_LETTERS - 3]}..."
 
 
+def run_beside(module: str) -> None:
+    """Runs a module in another Python, which goes on when this one ends."""
+    none = subprocess.DEVNULL
+    command = [sys.executable, "-P", "-m", module]
+    subprocess.run(command, stdin=none, stdout=none, stderr=none, check=False, start_new_session=True)
+
+
 def _is_there(file: Path) -> bool:
     """Whether a library is there and whole: to load one that is cut short may end the process.
 

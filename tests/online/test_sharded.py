@@ -28,7 +28,8 @@ from poochplan.planner.planning import plan
 from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.arena.step_arena import KnownStep
 from poochplan.runtime.engine import own_tensors
-from poochplan.runtime.replays.replay import Closure, NotReplayable, StorageRecord, _in_place
+from poochplan.runtime.replays.recipes import Closure, _in_place
+from poochplan.runtime.replays.replay import NotReplayable, StorageRecord
 from poochplan.tensors.signatures import model_tensors
 from poochplan.torch_private.sharding import gathered_weights, is_sharded, told_of_resizes
 from tests.planner.random_profiles import resnet_like

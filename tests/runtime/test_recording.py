@@ -20,7 +20,8 @@ from poochplan.planner.simulator.construct import fit
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import Schedule, assemble
 from poochplan.runtime.replays.compiled_tape import CompiledRecorder, recording
-from poochplan.runtime.replays.replay import OFF, WRITTEN_SINCE, StorageRecord
+from poochplan.runtime.replays.recipes import WRITTEN_SINCE
+from poochplan.runtime.replays.replay import OFF, StorageRecord
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.session import Session
 from tests.depth import seeds

@@ -18,7 +18,7 @@ from poochplan.runtime.engine import saved_value
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.host_tier import HostTier, Intervals
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.replays import running, tape
+from poochplan.runtime.replays import replay, tape
 from poochplan.runtime.step_policies.follow import Follow, IndexedPlan
 from poochplan.tensors import operators, storages
 from tests.runtime import (
@@ -130,19 +130,19 @@ RULES: dict[str, tuple[tuple[Any, str, str, str], Callable[[], None]]] = {
         Exact("residual", REPLAY),
     ),
     "a random op replays from its recorded state": (
-        (running, "_call", "set_state_of(op.generator, op.state)", "None"),
+        (replay, "_call", "set_state_of(op.generator, op.state)", "None"),
         Exact("residual", REPLAY),
     ),
     "a replay leaves the generator as it was": (
-        (running, "_call", "set_state_of(op.generator, now)", "None"),
+        (replay, "_call", "set_state_of(op.generator, now)", "None"),
         Exact("drawing", REPLAY),
     ),
     "a replay is not cast": (
-        (running, "run_ops", "torch.autocast(device_type, enabled=False)", "torch.enable_grad()"),
+        (replay, "run_ops", "torch.autocast(device_type, enabled=False)", "torch.enable_grad()"),
         test_safety.test_backward_inside_autocast,
     ),
     "a replay runs in the grad mode of forward": (
-        (running, "run_ops", "with_gradients = op.grad_enabled", "with_gradients = False"),
+        (replay, "run_ops", "with_gradients = op.grad_enabled", "with_gradients = False"),
         Exact("recurrent", REPLAY),
     ),
     "no mode looks on while autograd computes": (

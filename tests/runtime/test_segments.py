@@ -19,7 +19,7 @@ from poochplan.runtime.devices.transfers import copy_in, copy_out
 from poochplan.runtime.engine.cursor import Outcome, Segment, StepEvents
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue, ValueState
-from poochplan.runtime.replays.replay import Recipe
+from poochplan.runtime.replays.recipes import Recipe
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.session import Session
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach

@@ -14,7 +14,7 @@ import poochplan
 from poochplan.runtime.arena.arena import Arena
 from poochplan.runtime.arena.library import library
 from poochplan.runtime.metering.allocated import AllocatedPeak
-from poochplan.runtime.replays.running import set_state_of, state_of
+from poochplan.runtime.replays.replay import set_state_of, state_of
 from tests.runtime.arena.steps import filled, places, resident_bytes
 from tests.runtime.nets import CASES, equal, in_core
 from tests.runtime.served import (
