@@ -70,6 +70,9 @@ class Verify(Follow):
 
     # -- the step policy --------------------------------------------------------------------------------------
 
+    def followed(self) -> None:
+        return None  # it looks at each save and use
+
     def at_save(self, value: SavedValue, index: int | None) -> Actions:
         if index is not None:
             self.late_writes.saved(index, value)

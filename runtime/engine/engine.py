@@ -98,6 +98,9 @@ class Engine:
         self.host = HostTier(chooser.alternatives)
         self.audit = Audit(device.where)
         self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed, self.audit, events, self.tape)
+        point = None if events.point is NO_EVENTS.point else events.point
+        kept = SavedValue, SavedHandle, Decision.KEEP, self.audit, point, device.compute, self._index
+        self._kept = self.tape.kept_values(*kept)
         self._chooser = chooser
         self._policy: StepPolicy | None = None
         self.model = model
@@ -167,6 +170,7 @@ class Engine:
 
     def end(self) -> None:
         """The open segment ends; handles that are still held stay usable."""
+        self._kept.leave()
         self.recorder.switch_off()
         if self.cursor.is_open:
             self._events.over(self.segment)
@@ -186,6 +190,7 @@ class Engine:
     def tell_end(self) -> None:
         """The last segment is over, and its report is final."""
         self.mechanism.take_times()
+        self.segment.report.hooks_s += self._kept.take_seconds()
         if self.segment.number:
             self._events.ended(self.segment)
 
@@ -250,6 +255,9 @@ class Engine:
 
     def pack(self, tensor: torch.Tensor) -> SavedHandle:
         """Forward saves ``tensor``. Returns the object that autograd holds in its place."""
+        kept: SavedHandle | None = self._kept.pack(tensor)
+        if kept is not None:
+            return kept
         if self.is_aside:
             return SavedHandle.untouched(tensor)
         return self._timed(self._pack, tensor)
@@ -259,11 +267,12 @@ class Engine:
         start_s = time.perf_counter()
         with self._lock:
             was_paused, self.tape.is_paused = self.tape.is_paused, True
+            was_busy, self._kept.is_busy = self._kept.is_busy, True
             try:
                 with Unseen() if mode_count() else _NOTHING:
                     return hook(given)
             finally:
-                self.tape.is_paused = was_paused
+                self.tape.is_paused, self._kept.is_busy = was_paused, was_busy
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
     def _pack(self, whole: torch.Tensor) -> SavedHandle:
@@ -302,12 +311,19 @@ class Engine:
         shell = None if tensor is whole else Shell.of(whole)
         if is_new or not isinstance(known, SavedValue):
             value = self._save(record, tensor)  # its first handle shares its fields
+            self._passes_kept()
             number, ordinal = segment.number, segment.packs - 1  # no local has the lease: a traceback would keep it
             first = value.probe, value.version, value.geometry, value
             return SavedHandle(*first, cursor.lease(), number, ordinal, shell=shell)
         self._another_handle(record, tensor)
         self.audit.saved_again(known, tensor)
         return SavedHandle.another(tensor, known, cursor.lease(), segment.number, segment.packs - 1, shell)
+
+    def _passes_kept(self) -> None:
+        """From now on, values that stay pass by one call where the segment is as planned and nothing happens."""
+        if self._policy is not None and not self._kept.follows and (followed := self._policy.followed()) is not None:
+            plan, values, to_come = followed
+            self._kept.follow(self.segment, self.tape.points_of(plan), values, to_come)
 
     def _another_handle(self, record: StorageRecord, tensor: torch.Tensor) -> None:
         assert self._policy is not None
@@ -409,6 +425,9 @@ class Engine:
 
     def unpack(self, handle: SavedHandle) -> torch.Tensor:
         """Backward asks for a saved tensor: brings its value back if necessary."""
+        kept: torch.Tensor | None = self._kept.unpack(handle)
+        if kept is not None:
+            return kept
         if self.is_aside:
             return self.rescued(handle)
         return self._timed(self._unpack, handle)
@@ -474,6 +493,7 @@ class Engine:
     def _diverge(self, reason: Diverged) -> None:
         """The step is not the planned one from here on (Rule 8)."""
         assert self._policy is not None
+        self._kept.leave()
         reason.__traceback__ = None  # its frames hold values, and itself once their locals have been read
         try:
             self._policy, actions = self._policy.diverged(reason)

@@ -14,15 +14,17 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from poochplan.errors import NativeError
+from poochplan.formats.plan import Instructions, PointActions
 from poochplan.guard import users
 from poochplan.native import run_beside
 from poochplan.runtime.arena.library import ALLOCATOR, TorchBuild
@@ -151,6 +153,22 @@ def _build() -> None:
         run_beside(__name__)
 
 
+class PlanToFollow(Protocol):
+    """What the compiled tape asks of a plan."""
+
+    @property
+    def instructions(self) -> Instructions: ...
+
+    @property
+    def at_use(self) -> Sequence[PointActions | None]: ...
+
+    def plain_saves(self) -> Iterable[tuple[torch.dtype, Sequence[int], int, int, str, bool]]:
+        """Of each value its dtype, shape, bytes, last handle and name, and whether it is only kept at its save."""
+
+
+_POINTS = weakref.WeakKeyDictionary[PlanToFollow, Any]()
+
+
 @functools.cache
 def _class_of(module: Any) -> Callable[[str], Any]:
     class CompiledTape(module.Tape):  # type: ignore[misc]  # known once it is built
@@ -158,6 +176,21 @@ def _class_of(module: Any) -> Callable[[str], Any]:
 
         def __del__(self) -> None:
             self.clear()
+
+        def kept_values(self, *of: Any) -> Any:
+            """Hooks for values that stay: see ``KeptValues`` in ``native/kept.h``."""
+            return module.KeptValues(self, *of)
+
+        def points_of(self, plan: PlanToFollow) -> Any:
+            """What the plan expects at each save, handle and use, for :meth:`kept_values`."""
+            found = _POINTS.get(plan)
+            if found is None:
+                found = _POINTS[plan] = module.PlannedPoints()
+                for save in plan.plain_saves():
+                    found.add_save(*save)
+                found.handles, found.uses = plan.instructions.handles, plan.instructions.uses
+                found.plain_uses = [actions is None for actions in plan.at_use]
+            return found
 
         def forget(self, is_held: Callable[[], bool] | None = None) -> None:
             super().forget(is_held)

@@ -179,6 +179,25 @@ def default_generator(device_type: str, index: int | None) -> Generator:
     return backend_of(torch.device(device_type) if index is None else torch.device(device_type, index)).generator()
 
 
+class NoneKept:
+    """The tape of Python has no hooks of its own for values that stay: all saves and uses are the engine's."""
+
+    is_busy = False
+    follows = True
+
+    def pack(self, tensor: torch.Tensor) -> None:
+        return None
+
+    def unpack(self, handle: object) -> None:
+        return None
+
+    def leave(self) -> None:
+        pass
+
+    def take_seconds(self) -> float:
+        return 0.0
+
+
 class Tape:
     """The ops of a step. State: the registry of storages, the number of ops, and the current window.
 
@@ -236,6 +255,9 @@ class Tape:
                 storage = tensor.untyped_storage()
                 record = StorageRecord(weakref.ref(storage), version_of(tensor))
                 self._earlier[storage_identity(storage)] = record
+
+    def kept_values(self, *_: object) -> Any:
+        return NoneKept()
 
     def recipe(self, record: StorageRecord, generation: int) -> Recipe:
         """What the replay of this content needs; raises ``NotReplayable``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -91,6 +91,9 @@ class Follow(StepPolicy):
         if self._inputs and segment.model is None and not segment.announced:
             self._awaits_call = segment
         return Actions(record=True) if self._plan.instructions.record_from_start else NOTHING
+
+    def followed(self) -> tuple[IndexedPlan, dict[int, weakref.ref[SavedValue]], dict[int, SavedValue]] | None:
+        return (self._plan, self._values, self._to_come) if self._awaits_call is None else None
 
     def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
         if index is None:
@@ -304,6 +307,13 @@ class IndexedPlan:
     def gaps(self) -> Gaps:
         """Made in the first step that leaves something out."""
         return Gaps(self.instructions)
+
+    def plain_saves(self) -> Iterator[tuple[torch.dtype, Sequence[int], int, int, str, bool]]:
+        """Of each value its dtype, shape, bytes, last handle and name, and whether it is only kept at its save."""
+        busy = {0, len(self.dtypes) - 1, *self.sources, *(source.until + 1 for source in self.sources.values())}
+        for number, value in enumerate(self.instructions.values):
+            is_plain = value.decision is Decision.KEEP and self.at_save[number] is None and number not in busy
+            yield self.dtypes[number], value.shape, value.size_bytes, self.last_handles[number], value.name, is_plain
 
     def is_resized(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether the tensor is the planned value of this save point, but for its size."""

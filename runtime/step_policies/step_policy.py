@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -75,6 +75,12 @@ class StepPolicy:
 
     def begin(self, segment: Segment) -> Actions:
         return NOTHING
+
+    def followed(self) -> Any:
+        """If the rest of the segment needs this policy only where something happens: the plan, its values that are
+        saved, and those that expect another handle. Else None.
+        """
+        return None
 
     def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
         """Decides about a tensor whose storage is not a live value yet, and which gets the ``ordinal``-th handle of the

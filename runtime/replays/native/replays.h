@@ -197,11 +197,10 @@ struct Recipe : std::enable_shared_from_this<Recipe> {
 };
 
 // The storage has become a saved value: recipes that read it now claim the value instead of what they held.
-inline void attach(Record& record, const py::object& value) {
+inline void attach(Record& record, const py::object& value, int64_t generation, Probe probe) {
   record.value = py::reinterpret_steal<py::object>(PyWeakref_NewRef(value.ptr(), nullptr));
-  record.value_generation = value.attr("generation").cast<int64_t>();
-  const auto probe = value.attr("probe").cast<at::Tensor>();
-  record.value_probe.emplace(probe.unsafeGetTensorImpl()->version_counter(), value.attr("version").cast<int64_t>());
+  record.value_generation = generation;
+  record.value_probe.emplace(std::move(probe));
   const auto waiting = std::move(record.waiting);
   record.waiting.clear();
   for (const auto& reference : waiting) {

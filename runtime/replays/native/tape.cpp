@@ -1,6 +1,6 @@
 // The compiled tape as a module of Python: recording below autograd, recipes and replays.
 
-#include "replays.h"
+#include "kept.h"
 
 #include <torch/library.h>
 
@@ -138,7 +138,11 @@ PYBIND11_MODULE(tape, m) {
         auto held = one.held();
         return held ? as_python(c10::Storage(std::move(held))) : py::object(py::none());
       })
-      .def("attach", &attach)
+      .def("attach", [](Record& one, const py::object& value) {
+        const auto probe = value.attr("probe").cast<at::Tensor>();
+        const auto& counter = probe.unsafeGetTensorImpl()->version_counter();
+        attach(one, value, value.attr("generation").cast<int64_t>(), {counter, value.attr("version").cast<int64_t>()});
+      })
       .def("source", &source)
       .def("made_again", [](const RecordPtr& one) { return translated([&] { return made_again(one); }); })
       .def_property_readonly("value", [](const Record& one) -> py::object {
@@ -193,4 +197,20 @@ PYBIND11_MODULE(tape, m) {
       .def("earlier_values", &Tape::earlier_values)
       .def("registered", &Tape::registered)
       .def("recipe", &recipe_of);
+  py::class_<PlannedPoints, std::shared_ptr<PlannedPoints>>(m, "PlannedPoints")
+      .def(py::init<>())
+      .def_readwrite("handles", &PlannedPoints::handles)
+      .def_readwrite("uses", &PlannedPoints::uses)
+      .def_readwrite("plain_uses", &PlannedPoints::plain_uses)
+      .def("add_save", &PlannedPoints::add_save);
+  py::class_<KeptValues>(m, "KeptValues")
+      .def(py::init<Tape*, py::object, py::object, py::object, py::object, py::object, py::object, int64_t>(),
+           py::keep_alive<1, 2>())
+      .def_readwrite("is_busy", &KeptValues::is_busy)
+      .def_property_readonly("follows", &KeptValues::follows)
+      .def("follow", &KeptValues::follow)
+      .def("leave", &KeptValues::leave)
+      .def("take_seconds", &KeptValues::take_seconds)
+      .def("pack", &KeptValues::pack)
+      .def("unpack", &KeptValues::unpack);
 }

@@ -285,6 +285,7 @@ class Tape {
   }
 
   c10::DeviceType where() const { return where_; }
+
   bool is_cuda() const { return where_ == c10::DeviceType::CUDA; }
 
   const Switches* switches() {

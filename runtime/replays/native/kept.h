@@ -1,0 +1,316 @@
+// Saves and uses at points where a plan does nothing: one call each, without a lock, for values that stay.
+//
+// It does what Engine.pack, Follow and Engine.unpack do there. Whatever is not exactly as planned, and whatever has
+// an action, is theirs: then the result is None, and nothing has been changed.
+
+#pragma once
+
+#include "replays.h"
+
+#include <ATen/TracerMode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <chrono>
+
+namespace pooch {
+
+// A saved value of a plan. It is `plain` if it is kept, and nothing happens where it is saved.
+struct PlannedSave {
+  c10::ScalarType dtype;
+  Sizes sizes;
+  int64_t size_bytes, last_handle;
+  py::str name;
+  bool plain;
+};
+
+// What a plan expects: saves, the save of each handle, the handle of each use, and the uses at which nothing happens.
+struct PlannedPoints {
+  std::vector<PlannedSave> saves;
+  std::vector<int64_t> handles, uses;
+  std::vector<bool> plain_uses;
+
+  void add_save(const py::object& dtype, const std::vector<int64_t>& shape, int64_t size_bytes, int64_t last_handle,
+                py::str name, bool plain) {
+    const c10::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+    saves.push_back({type, Sizes(shape.begin(), shape.end()), size_bytes, last_handle, std::move(name), plain});
+  }
+};
+
+class Names {
+ public:
+#define POOCH_NAME(name) const py::object name = py::reinterpret_steal<py::object>(PyUnicode_InternFromString(#name))
+  POOCH_NAME(saves);
+  POOCH_NAME(packs);
+  POOCH_NAME(uses);
+  POOCH_NAME(saved_values);
+  POOCH_NAME(saved_bytes);
+  POOCH_NAME(used);
+  POOCH_NAME(raised);
+  POOCH_NAME(number);
+  POOCH_NAME(lease);
+  POOCH_NAME(value);
+  POOCH_NAME(geometry);
+  POOCH_NAME(shell);
+  POOCH_NAME(tensor);
+  POOCH_NAME(version);
+  POOCH_NAME(segment);
+  POOCH_NAME(ordinal);
+  POOCH_NAME(decision);
+  POOCH_NAME(index);
+#undef POOCH_NAME
+};
+
+inline const Names& names() {
+  static const auto& found = *new Names();
+  return found;
+}
+
+inline py::object attribute(const py::handle& of, const py::object& name) {
+  PyObject* found = PyObject_GetAttr(of.ptr(), name.ptr());
+  if (found == nullptr) {
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(found);
+}
+
+inline int64_t number_of(const py::handle& of, const py::object& name) {
+  return PyLong_AsLongLong(attribute(of, name).ptr());
+}
+
+inline void set_number(const py::handle& of, const py::object& name, int64_t number) {
+  const py::object value = py::reinterpret_steal<py::object>(PyLong_FromLongLong(number));
+  if (PyObject_SetAttr(of.ptr(), name.ptr(), value.ptr()) < 0) {
+    throw py::error_already_set();
+  }
+}
+
+// State: the segment whose plan is followed, if one is, and what a segment has of Python's.
+class KeptValues {
+ public:
+  bool is_busy = false;  // a hook of Python's runs, perhaps on another thread
+
+  KeptValues(Tape* tape, py::object value_class, py::object handle_class, py::object keep, py::object audit,
+             py::object point, py::object home, int64_t index)
+      : tape_(tape),
+        value_class_(std::move(value_class)),
+        handle_class_(std::move(handle_class)),
+        keep_(std::move(keep)),
+        audit_(std::move(audit)),
+        point_(std::move(point)),
+        home_(std::move(home)),
+        index_(index) {}
+
+  // The segment follows the plan. `values` are its saved ones by save, `to_come` those that expect another handle.
+  void follow(py::object segment, std::shared_ptr<PlannedPoints> planned, py::dict values, py::dict to_come) {
+    segment_ = std::move(segment);
+    planned_ = std::move(planned);
+    values_ = std::move(values);
+    to_come_ = std::move(to_come);
+  }
+
+  void leave() {
+    planned_.reset();
+    segment_ = py::object();
+    values_ = to_come_ = py::reinterpret_steal<py::dict>(py::handle());
+  }
+
+  bool follows() const { return planned_ != nullptr; }
+
+  double take_seconds() { return std::exchange(seconds_, 0.0); }
+
+  py::object pack(const py::object& given) {
+    const auto type = reinterpret_cast<PyObject*>(Py_TYPE(given.ptr()));
+    if (!planned_ || is_busy || (type != THPVariableClass && type != ParameterClass) ||
+        torch::autograd::get_current_graph_task_id() != -1 || at::tracer::impl::is_dispatch_enabled() ||
+        c10::impl::TorchDispatchModeTLS::any_modes_set(false)) {
+      return py::none();
+    }
+    const Clock clock(seconds_);
+    const at::Tensor& tensor = THPVariable_Unpack(given.ptr());
+    if (!is_plain(tensor, tape_->where()) || tensor.get_device() != index_) {
+      return py::none();
+    }
+    const Names& name = names();
+    if (attribute(segment_, name.used).is(py::bool_(true)) || attribute(segment_, name.raised).is(py::bool_(true))) {
+      return py::none();
+    }
+    const py::int_ key(reinterpret_cast<uintptr_t>(tensor.storage().unsafeGetStorageImpl()));
+    if (tape_->statics.contains(key)) {
+      audit_.attr("passes")(key, tape_->statics);
+      return handle(tensor.grad_fn() ? wrapped(alias(tensor)) : given, version_of(tensor));
+    }
+    if (type != THPVariableClass) {
+      return py::none();
+    }
+    return packed(tensor);
+  }
+
+  py::object unpack(const py::object& given) {
+    const Names& name = names();
+    if (reinterpret_cast<PyObject*>(Py_TYPE(given.ptr())) != handle_class_.ptr() || is_busy || tape_->is_on) {
+      return py::none();
+    }
+    const Clock clock(seconds_);
+    const py::object found = attribute(given, name.tensor);
+    if (THPVariable_Unpack(found.ptr()).is_inference() ||
+        version_of(THPVariable_Unpack(found.ptr())) != number_of(given, name.version) ||
+        !attribute(given, name.geometry).is_none() || !attribute(given, name.shell).is_none()) {
+      return py::none();
+    }
+    if (attribute(given, name.value).is_none()) {
+      return found;
+    }
+    return attribute(given, name.used).is(py::bool_(true)) || is_used(given) ? found : py::none();
+  }
+
+ private:
+  class Clock {
+   public:
+    explicit Clock(double& seconds) : seconds_(seconds) {}
+    Clock(const Clock&) = delete;
+    Clock& operator=(const Clock&) = delete;
+    ~Clock() { seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
+
+   private:
+    double& seconds_;
+    std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  };
+
+  // As `detach`, without the dispatcher: it shares the version counter.
+  static at::Tensor alias(const at::Tensor& tensor) {
+    const auto* impl = tensor.unsafeGetTensorImpl();
+    return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false));
+  }
+
+  static py::object wrapped(at::Tensor tensor) {
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
+  }
+
+  py::object handle(const py::object& tensor, int64_t version) const {
+    return called(handle_class_, tensor, py::int_(version));
+  }
+
+  template <typename... Given>
+  static py::object called(const py::object& what, const Given&... given) {
+    PyObject* arguments[] = {given.ptr()...};
+    PyObject* found = PyObject_Vectorcall(what.ptr(), arguments, sizeof...(given), nullptr);
+    if (found == nullptr) {
+      throw py::error_already_set();
+    }
+    return py::reinterpret_steal<py::object>(found);
+  }
+
+  py::object packed(const at::Tensor& tensor) {
+    const Names& name = names();
+    const int64_t ordinal = number_of(segment_, name.packs);
+    const auto* storage = tensor.storage().unsafeGetStorageImpl();
+    if (ordinal >= static_cast<int64_t>(planned_->handles.size())) {
+      return py::none();
+    }
+    const int64_t wanted = planned_->handles[ordinal];
+    const py::object reference = attribute(segment_, name.lease);
+    const py::object lease = reference.is_none() ? reference : called(reference);
+    if (lease.is_none()) {
+      return lease;
+    }
+    const RecordPtr record = tape_->met(tensor, tape_->is_on ? tape_->window : 0);
+    if (record->packed || record->value) {
+      return another(tensor, *record, wanted, ordinal, lease);
+    }
+    const int64_t index = number_of(segment_, name.saves);
+    if (index != wanted || index >= static_cast<int64_t>(planned_->saves.size())) {
+      return py::none();
+    }
+    const PlannedSave& planned = planned_->saves[index];
+    if (!planned.plain || planned.dtype != tensor.scalar_type() || planned.sizes != tensor.sizes() ||
+        planned.size_bytes != static_cast<int64_t>(storage->nbytes())) {
+      return py::none();
+    }
+    set_number(segment_, name.saves, index + 1);
+    set_number(segment_, name.packs, ordinal + 1);
+    set_number(segment_, name.saved_values, number_of(segment_, name.saved_values) + 1);
+    set_number(segment_, name.saved_bytes, number_of(segment_, name.saved_bytes) + planned.size_bytes);
+    record->save_point = index;
+    comes_to(index + 1, index + 1);
+    const at::Tensor held = alias(tensor);
+    const py::object probe = wrapped(held), version = py::int_(version_of(tensor)), none = py::none();
+    const py::object place = py::int_(index);
+    const py::object value = called(
+        value_class_, keep_, py::cast(record), py::int_(record->generation()), probe, version, none,
+        py::int_(planned.size_bytes), as_python(tensor.storage()), home_, place, planned.name);
+    attach(*record, value, record->generation(), Probe(held));
+    record->packed = true;
+    values_[place] = record->value;
+    lets_come(ordinal);
+    if (planned.last_handle >= 0) {
+      to_come_[py::int_(planned.last_handle)] = value;
+    }
+    return called(
+        handle_class_, probe, version, none, value, lease, attribute(segment_, name.number), py::int_(ordinal));
+  }
+
+  // A handle of a kept value that has been saved before, by the same or another tensor of its storage.
+  py::object another(const at::Tensor& tensor, const Record& record, int64_t wanted, int64_t ordinal,
+                     const py::object& lease) {
+    const Names& name = names();
+    const py::object value = record.value ? record.value() : py::object(py::none());
+    if (value.is_none() || record.save_point != wanted || !record.value_probe->unwritten() ||
+        !attribute(value, name.decision).is(keep_) || attribute(value, name.index).is_none()) {
+      return py::none();
+    }
+    set_number(segment_, name.packs, ordinal + 1);
+    lets_come(ordinal);
+    return called(
+        handle_class_, wrapped(alias(tensor)), py::int_(version_of(tensor)), py::none(), value, lease,
+        attribute(segment_, name.number), py::int_(ordinal));
+  }
+
+  void lets_come(int64_t ordinal) {
+    if (!to_come_.empty()) {
+      const py::int_ key(ordinal);
+      if (to_come_.contains(key)) {
+        PyDict_DelItem(to_come_.ptr(), key.ptr());
+      }
+    }
+  }
+
+  // The step passes one more point.
+  void comes_to(int64_t saves, int64_t points) {
+    if (!point_.is_none()) {
+      called(point_, py::int_(points));
+    }
+    called(audit_.attr("point"), py::int_(saves));
+  }
+
+  // Whether the handle's first use is the planned one, where nothing happens. It is counted.
+  bool is_used(const py::object& given) {
+    const Names& name = names();
+    if (!planned_ || !to_come_.empty() || !attribute(segment_, name.used).is(py::bool_(true)) ||
+        number_of(given, name.segment) != number_of(segment_, name.number) ||
+        number_of(segment_, name.saves) < static_cast<int64_t>(planned_->saves.size())) {
+      return false;
+    }
+    const int64_t use = number_of(segment_, name.uses);
+    if (use >= static_cast<int64_t>(planned_->uses.size()) || !planned_->plain_uses[use] ||
+        planned_->uses[use] != number_of(given, name.ordinal)) {
+      return false;
+    }
+    PyObject_SetAttr(given.ptr(), name.used.ptr(), Py_True);
+    set_number(segment_, name.uses, use + 1);
+    if (!point_.is_none()) {
+      called(point_, py::int_(number_of(segment_, name.saves) + use + 1));
+    }
+    return true;
+  }
+
+  Tape* tape_;
+  py::object value_class_, handle_class_, keep_, audit_, point_, home_, segment_;
+  int64_t index_;
+  std::shared_ptr<PlannedPoints> planned_;
+  py::dict values_, to_come_;
+  double seconds_ = 0.0;
+};
+
+}  // namespace pooch
