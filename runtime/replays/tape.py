@@ -259,6 +259,9 @@ class Tape:
     def kept_values(self, *_: object) -> Any:
         return NoneKept()
 
+    def points_of(self, plan: object) -> Any:
+        return None
+
     def recipe(self, record: StorageRecord, generation: int) -> Recipe:
         """What the replay of this content needs; raises ``NotReplayable``."""
         if self.at_first_recipe is not None:
