@@ -233,7 +233,10 @@ class CompiledRecorder(ToggledMode):
         super().switch_off()
         self.tape.is_on = self.is_on
         self.tape.settle()
-        if failure := self.tape.take_failure():
+        failure = self.tape.take_failure()
+        if failure == KeyboardInterrupt.__name__:  # amid our code, which cannot raise it there
+            raise KeyboardInterrupt
+        if failure:
             raise RuntimeError(failure)
 
     def _is_there(self) -> bool:

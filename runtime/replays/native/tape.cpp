@@ -24,10 +24,7 @@ static Running begin(Tape& tape, const c10::OperatorHandle& handle, const Stack&
       tape.pass_over(facts, given);
     }
   } catch (const py::error_already_set& error) {
-    if (error.matches(PyExc_KeyboardInterrupt)) {
-      PyErr_SetInterrupt();
-    }
-    tape.fails(error.what());
+    tape.fails(error.matches(PyExc_KeyboardInterrupt) ? INTERRUPTED : error.what());
   } catch (const std::exception& error) {
     tape.fails(error.what());
   }
@@ -116,6 +113,11 @@ static py::object source(const RecordPtr& record) {
 }
 
 static std::shared_ptr<Recipe> recipe_of(Tape* tape, const RecordPtr& record, int64_t generation) {
+  if (tape->failure == INTERRUPTED) {
+    tape->take_failure();
+    PyErr_SetNone(PyExc_KeyboardInterrupt);
+    throw py::error_already_set();
+  }
   if (!tape->failure.empty()) {
     not_replayable("recording has failed");
   }

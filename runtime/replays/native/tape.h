@@ -54,6 +54,8 @@ inline bool is_plain(const at::Tensor& tensor, c10::DeviceType where) {
       tensor.storage().nbytes() > 0;
 }
 
+constexpr const char* INTERRUPTED = "KeyboardInterrupt";
+
 class Tape {
  public:
   py::dict statics;  // storage keys of parameters and buffers, with their versions
@@ -162,7 +164,7 @@ class Tape {
     return found;
   }
 
-  // Something of ours has raised: recording ends, and Python is told where it asks next.
+  // Something of ours has raised, or was interrupted: recording ends, and Python is told where it asks next.
   void fails(const char* what) {
     is_on = false;
     failure = std::string(what).substr(0, std::string(what).find('\n'));
