@@ -2,9 +2,10 @@
 
 Each sample of ``torch.testing._internal``'s ``op_db``, in each dtype that has a backward, is a step: forward, and a
 backward from seeded gradients. It runs plain, twice, so that what does not repeat itself is known; in a session that
-meters each step and swaps what it saves (its plan is another step's); and under both observers of ``auto``'s study that
-look at ops. Results and gradients are compared as bytes. With ``--modes`` the same is asked of a plain step under an
-empty dispatch mode: what a session would change that had one on the stack.
+meters each step and swaps what it saves (its plan is another step's); in one that records all of forward and replays
+what it can of what is saved (``POOCH_TAPE=python``: on the tape of Python); and under both observers of ``auto``'s
+study that look at ops. Results and gradients are compared as bytes. With ``--modes`` the same is asked of a plain step
+under an empty dispatch mode: what a session would change that had one on the stack.
 
     python -m benchmarks.judges.op_db -o benchmarks/results/op_db.json
     python -m benchmarks.judges.op_db --most 1000 --only prod masked.prod linalg.lstsq
@@ -35,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import poochplan
 from benchmarks.facts import facts_of_run, write_results
+from poochplan.formats.plan import Decision
 from poochplan.formats.profile_parts import Link, LinkDirection
 from poochplan.profiler.live.after_capture import OpTiming
 from poochplan.profiler.live.capturing import Capturing
@@ -43,8 +45,11 @@ from poochplan.profiler.live.segment_observer import SegmentObserver
 from poochplan.profiler.live.study import StudyOptions
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.engine.cursor import Segment
+from poochplan.runtime.engine.saved_value import SavedValue
+from poochplan.runtime.plan_source import PlanSource
+from poochplan.runtime.replays.replay import NotReplayable, StorageRecord
 from poochplan.runtime.session import Session
-from poochplan.runtime.step_policies.step_policy import SwapEach
+from poochplan.runtime.step_policies.step_policy import Actions, StepPolicy, SwapEach
 from poochplan.torch_private.tensor_internals import pytree
 
 SEED, MOST_NUMBERS = 0, 1 << 16
@@ -172,6 +177,37 @@ def metered() -> Iterator[nn.Module]:
         yield model
 
 
+class ReplayEach(SwapEach):
+    """Recomputes each value that has a recipe, and swaps the others."""
+
+    def begin(self, segment: Segment) -> Actions:
+        return super().begin(segment)._replace(record=True)
+
+    def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
+        decision = super().saved(index, ordinal, tensor, record)
+        return Decision.RECOMPUTE if decision is Decision.SWAP and record.is_born else decision
+
+    def not_replayable(self, value: SavedValue, reason: NotReplayable) -> Actions:
+        return self.take([value])
+
+
+class Replaying(PlanSource):
+    """Gives each segment such a policy."""
+
+    def choose(self, segment: Segment) -> StepPolicy:
+        return ReplayEach(at_once=True)
+
+
+@contextlib.contextmanager
+def replayed() -> Iterator[nn.Module]:
+    """A model whose forward is recorded, and what it saves replayed."""
+    model = Operator()
+    with Session({"": model}, CPU, CpuDevice, Replaying(), meter="never") as session:
+        session._attachment.engine.fallbacks.silent = True
+        yield model
+        print(f"replayed values: {session.report().total.replayed_values}, on {type(session._attachment.engine.tape)}")
+
+
 class _Nothing(TorchDispatchMode):
     """Looks on."""
 
@@ -188,7 +224,12 @@ def looked_on() -> Iterator[nn.Module]:
 
 def judged(tried: list[Sample], *, modes: bool) -> dict[str, Any]:
     """How many samples were tried, and which differ, by judge."""
-    judges = {"metered": metered, "captured": lambda: studied(Capturing), "timed": lambda: studied(_timed)}
+    judges = {
+        "metered": metered,
+        "replayed": replayed,
+        "captured": lambda: studied(Capturing),
+        "timed": lambda: studied(_timed),
+    }
     if modes:
         judges = {"under an empty mode": looked_on}
     counts, problems = Counter[str](), dict[str, list[str]]((name, []) for name in judges)
