@@ -55,6 +55,9 @@ IS_WANTED = os.environ.get("POOCH_TAPE") != "python"
 class TapeBuild(TorchBuild):
     """Builds with Python's headers too."""
 
+    timeout_s = 24 * 3600
+    """Beside a loop that takes all processors, the lowest priority has a hundredth of one."""
+
     def __init__(self) -> None:
         without, libraries = "recording and replaying take longer", ("c10", "torch_cpu", "torch_python")
         super().__init__(NAME, Path(__file__).parent / "native", without, libraries)

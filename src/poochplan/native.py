@@ -43,6 +43,8 @@ class NativeBuild:
     ``without`` says what its absence costs. State: whether the user has been told of its absence.
     """
 
+    timeout_s = TIMEOUT_S
+
     def __init__(self, name: str, sources: Path, flags: Sequence[str], without: str = "") -> None:
         self.name, self.sources, self.flags, self.without = name, sources, (*flags, *FLAGS), without
         self._is_told = False
@@ -188,7 +190,7 @@ class NativeBuild:
                     capture_output=True,
                     text=True,
                     errors="replace",
-                    timeout=TIMEOUT_S,
+                    timeout=self.timeout_s,
                     check=False,
                     start_new_session=True,  # the compiler ignores Ctrl-C
                 )
