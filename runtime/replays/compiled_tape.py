@@ -236,11 +236,7 @@ class CompiledRecorder(ToggledMode):
         super().switch_off()
         self.tape.is_on = self.is_on
         self.tape.settle()
-        failure = self.tape.take_failure()
-        if failure == KeyboardInterrupt.__name__:  # amid our code, which cannot raise it there
-            raise KeyboardInterrupt
-        if failure:
-            raise RuntimeError(failure)
+        self.tape.check()
 
     def _is_there(self) -> bool:
         return bool(self.tape.is_here())

@@ -121,10 +121,9 @@ def test_no_content_has_a_recipe_once_recording_has_failed(recorder: Any, monkey
     monkeypatch.setattr(compiled_tape._HELPERS, "facts", lambda *_: [][0])
     torch.ones(2).igamma(torch.ones(2))
     assert recorder.window == OFF
-    with pytest.raises(NotReplayable):
-        recorder.tape.recipe(record, record.generation)
     with pytest.raises(RuntimeError):
-        recorder.switch_off()
+        recorder.tape.recipe(record, record.generation)
+    recorder.switch_off()  # it is told once
 
 
 def test_an_operator_with_functions_as_arguments_runs_as_without_recording(recorder: Any) -> None:

@@ -112,15 +112,18 @@ static py::object source(const RecordPtr& record) {
   return helpers().attr("source")(view->record, view->generation, geometry, probe, view->source->version);
 }
 
-static std::shared_ptr<Recipe> recipe_of(Tape* tape, const RecordPtr& record, int64_t generation) {
-  if (tape->failure == INTERRUPTED) {
-    tape->take_failure();
-    PyErr_SetNone(PyExc_KeyboardInterrupt);
+// Raises what has ended recording, once: of our own code, or a user's interrupt amid that.
+static void check(Tape* tape) {
+  const std::string failure = tape->take_failure();
+  if (!failure.empty()) {
+    const bool is_interrupt = failure == INTERRUPTED;
+    PyErr_SetString(is_interrupt ? PyExc_KeyboardInterrupt : PyExc_RuntimeError, is_interrupt ? "" : failure.c_str());
     throw py::error_already_set();
   }
-  if (!tape->failure.empty()) {
-    not_replayable("recording has failed");
-  }
+}
+
+static std::shared_ptr<Recipe> recipe_of(Tape* tape, const RecordPtr& record, int64_t generation) {
+  check(tape);
   auto recipe = std::make_shared<Recipe>(record, generation);
   recipe->refresh();
   return recipe;
@@ -178,7 +181,7 @@ PYBIND11_MODULE(tape, m) {
       .def_readonly("buffers", &Tape::buffers)
       .def_readonly("window", &Tape::window)
       .def_readonly("count", &Tape::count)
-      .def("take_failure", &Tape::take_failure)
+      .def("check", &check)
       .def_readwrite("listener", &Tape::listener)
       .def_property("is_on", [](const Tape& tape) { return tape.is_on.load(); },
                     [](Tape& tape, bool is_on) { tape.is_on = is_on; })
