@@ -180,6 +180,7 @@ class Engine:
     def stand_aside(self) -> None:
         """The open segment ends here, and no other begins. Its handles stay usable."""
         self.is_aside = True
+        self._kept.leave()
         try:
             self.recorder.leave_stack()
             self.end()
@@ -321,7 +322,10 @@ class Engine:
 
     def _passes_kept(self) -> None:
         """From now on, values that stay pass by one call where the segment is as planned and nothing happens."""
-        if self._policy is not None and not self._kept.follows and (followed := self._policy.followed()) is not None:
+        if self._policy is None or self._kept.follows or self._own.absent:
+            return
+        followed = self._policy.followed()
+        if followed is not None:
             plan, values, to_come = followed
             self._kept.follow(self.segment, self.tape.points_of(plan), values, to_come)
 
