@@ -21,7 +21,7 @@ from poochplan.tensors.operators import (
     writes_of,
 )
 from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain_storage, version_probe
-from poochplan.torch_private.switches import SwitchReader
+from poochplan.torch_private.switches import state_now
 from poochplan.torch_private.tensor_internals import WIDENING, called_below_autograd, storage_identity, version_of
 
 from .host_copies import MOST_BYTES, MOST_OTHERS_BYTES
@@ -41,7 +41,6 @@ class Recorder(ToggledMode):
         self.tape = tape
         self._device_type = tape.device_type
         self._within_op = False
-        self._switches = SwitchReader(tape.device_type)
 
     @property
     def window(self) -> int:
@@ -52,7 +51,6 @@ class Recorder(ToggledMode):
         """Begins a new window of recording, unless one is open."""
         if not self.is_on:
             self.tape.window += 1
-            self._switches = SwitchReader(self.tape.device_type)
             self._within_op = is_dispatched_plainly()  # otherwise a mode gets that op as a whole
         super().switch_on()
 
@@ -110,7 +108,7 @@ class Recorder(ToggledMode):
             arguments.append(leaf)
         self.tape.count += 1
         op = RecordedOp(self.tape.count, func, tuple(arguments), tuple(reads), spec, torch.is_grad_enabled(), usable)
-        op.uninitialised, op.switches = facts.uninitialised, self._switches.now(facts.name, func)
+        op.uninitialised, op.switches = facts.uninitialised, state_now(self._device_type)
         if facts.random:
             op.generator = _generator_of(flat, self._device_type)
             op.state = state_of(op.generator)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from poochplan.torch_private.switches import SwitchesAsRecorded, SwitchReader
+from poochplan.torch_private.switches import SwitchesAsRecorded, state_now
 from tests.runtime.nets import Case, followed, of
 from tests.runtime.random_plans import random_plan
 
@@ -92,30 +92,25 @@ def test_onednn_matters_here() -> None:
         assert not torch.equal(found, torch.nn.functional.conv2d(images, kernel))
 
 
-ADD, CONVOLVE = torch.ops.aten.add.Tensor, torch.ops.aten.convolution.default
-MULTIPLY, SORT = torch.ops.aten.mm.default, torch.ops.aten.sort.default
-
-
 @pytest.mark.parametrize(
-    ("op", "block", "read"),
+    ("block", "read"),
     [
-        (CONVOLVE, _without_onednn, lambda: torch.backends.mkldnn.enabled),
-        (ADD, _two_threads, torch.get_num_threads),
-        (MULTIPLY, _rounded_products, torch.get_float32_matmul_precision),
-        (SORT, _deterministic, torch.are_deterministic_algorithms_enabled),
-        (SORT, lambda: _calling(torch.set_default_dtype, torch.float64, torch.float32), torch.get_default_dtype),
+        (_without_onednn, lambda: torch.backends.mkldnn.enabled),
+        (_two_threads, torch.get_num_threads),
+        (_rounded_products, torch.get_float32_matmul_precision),
+        (_deterministic, torch.are_deterministic_algorithms_enabled),
+        (lambda: _calling(torch.set_default_dtype, torch.float64, torch.float32), torch.get_default_dtype),
         (
-            CONVOLVE,
             lambda: _set("torch.backends.mkldnn.conv.fp32_precision", "bf16", "none"),
             lambda: torch.backends.mkldnn.conv.fp32_precision,
         ),
     ],
 )
-def test_a_switch_is_as_it_was_recorded_and_then_as_before(op: Any, block: Block, read: Callable[[], object]) -> None:
-    before, reader = read(), SwitchReader("cpu")
+def test_a_switch_is_as_it_was_recorded_and_then_as_before(block: Block, read: Callable[[], object]) -> None:
+    before = read()
     with block():
-        inside, recorded = read(), reader.now(str(op), op)
-    plain = reader.now(str(op), op)
+        inside, recorded = read(), state_now("cpu")
+    plain = state_now("cpu")
     assert inside != before
     assert recorded is not plain
     with SwitchesAsRecorded() as switches:
@@ -123,13 +118,12 @@ def test_a_switch_is_as_it_was_recorded_and_then_as_before(op: Any, block: Block
             switches.turn(state)
             assert read() == wanted
     assert read() == before
-    assert reader.now(str(op), op) is plain
+    assert state_now("cpu") is plain
 
 
 def test_switches_come_back_after_an_error() -> None:
-    reader = SwitchReader("cpu")
     with _without_onednn():
-        recorded = reader.now(str(CONVOLVE), CONVOLVE)
+        recorded = state_now("cpu")
     with pytest.raises(KeyError), SwitchesAsRecorded() as switches:
         switches.turn(recorded)
         raise KeyError
@@ -137,9 +131,8 @@ def test_switches_come_back_after_an_error() -> None:
 
 
 def test_a_gpu_has_switches_of_its_own() -> None:
-    reader = SwitchReader("cuda")
-    plain = reader.now(str(CONVOLVE), CONVOLVE)
+    plain = state_now("cuda")
     with torch.backends.cudnn.flags(enabled=False):
-        off = reader.now(str(CONVOLVE), CONVOLVE)
-    assert len(plain.values) > len(SwitchReader("cuda").now(str(ADD), ADD).values)
-    assert off.values != plain.values
+        off, off_of_cpu = state_now("cuda"), state_now("cpu")
+    assert off != plain
+    assert off_of_cpu is state_now("cpu")
