@@ -74,7 +74,7 @@ def launch_costs(context: StudyContext, profile: Profile) -> Generator[NewObserv
         "handle_s": pack_s + unpack_s,
         "unpack_s": unpack_s,
         "record_s": max(0.0, record.forward_s - keep.forward_s) / recorded,
-        "replay_s": max(0.0, (replay.backward_s - record.backward_s) / replayed - launches[Phase.FORWARD]),
+        "replay_s": max(0.0, (sum(replay) - sum(record)) / replayed - launches[Phase.FORWARD]),  # with recipes' making
     }
 
 
