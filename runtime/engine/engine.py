@@ -99,7 +99,7 @@ class Engine:
         self.audit = Audit(device.where)
         self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed, self.audit, events, self.tape)
         point = None if events.point is NO_EVENTS.point else events.point
-        kept = SavedValue, SavedHandle, Decision.KEEP, self.audit, point, device.compute, self._index
+        kept = SavedValue, SavedHandle, Decision.KEEP, self.audit, point, device, self._index
         self._kept = self.tape.kept_values(*kept)
         self._chooser = chooser
         self._policy: StepPolicy | None = None

@@ -11,6 +11,7 @@ from torch import nn
 
 import poochplan
 from poochplan.formats.plan import Decision, Plan
+from poochplan.runtime.devices.cpu import CallingThread, CpuDevice
 from poochplan.runtime.engine.engine import Engine
 from tests.runtime.nets import CASES, Case, Loop, Net, either_way, equal, followed, in_core, of, train
 from tests.runtime.random_plans import random_plan
@@ -132,6 +133,31 @@ def test_a_handle_that_outlives_its_session_gives_back_what_was_saved() -> None:
         loss = step()
     loss.backward()
     assert all(torch.equal(one, p.grad) for one, p in zip(wanted, again.parameters(), strict=True))
+
+
+def test_each_value_belongs_to_the_stream_on_which_it_was_saved() -> None:
+    def build() -> nn.Module:
+        return Net(
+            lambda self, rows: self.last(self.first(rows).exp()).exp().sin().cos(), first=linear(), last=linear()
+        )
+
+    def linear() -> nn.Linear:
+        return nn.Linear(8, 8)
+
+    case = of(build, 4, 8)
+    plan, (model, step, _) = keeping(case), case.fresh()
+    device = CpuDevice()
+    streams = device.compute, CallingThread()
+    model.last.register_forward_pre_hook(lambda *_: setattr(device, "compute", streams[1]))  # type: ignore[union-attr]
+    with poochplan.apply(plan, model, meter="never", device=lambda: device) as session:
+        loss = step()
+        records = session._attachment.engine.tape.registered()
+        values = [record.value() for record in records if record.value is not None]
+        homes = {
+            value.index: [value.home is one for one in streams].index(True) for value in values if value is not None
+        }
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert [homes[index] for index in sorted(homes)] == [0, 0, 1, 1, 1]
 
 
 def test_hooks_take_the_time_that_they_report() -> None:

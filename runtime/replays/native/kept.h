@@ -59,6 +59,7 @@ class Names {
   POOCH_NAME(ordinal);
   POOCH_NAME(decision);
   POOCH_NAME(index);
+  POOCH_NAME(compute);
 #undef POOCH_NAME
 };
 
@@ -92,14 +93,14 @@ class KeptValues {
   bool is_busy = false;  // a hook of Python's runs, perhaps on another thread
 
   KeptValues(Tape* tape, py::object value_class, py::object handle_class, py::object keep, py::object audit,
-             py::object point, py::object home, int64_t index)
+             py::object point, py::object device, int64_t index)
       : tape_(tape),
         value_class_(std::move(value_class)),
         handle_class_(std::move(handle_class)),
         keep_(std::move(keep)),
         audit_(std::move(audit)),
         point_(std::move(point)),
-        home_(std::move(home)),
+        device_(std::move(device)),
         index_(index) {}
 
   // The segment follows the plan. `values` are its saved ones by save, `to_come` those that expect another handle.
@@ -239,7 +240,8 @@ class KeptValues {
     const py::object place = py::int_(index);
     const py::object value = called(
         value_class_, keep_, py::cast(record), py::int_(record->generation()), probe, version, none,
-        py::int_(planned.size_bytes), as_python(tensor.storage()), home_, place, planned.name);
+        py::int_(planned.size_bytes), as_python(tensor.storage()), attribute(device_, name.compute), place,
+        planned.name);
     attach(*record, value, record->generation(), Probe(held));
     record->packed = true;
     values_[place] = record->value;
@@ -306,7 +308,7 @@ class KeptValues {
   }
 
   Tape* tape_;
-  py::object value_class_, handle_class_, keep_, audit_, point_, home_, segment_;
+  py::object value_class_, handle_class_, keep_, audit_, point_, device_, segment_;
   int64_t index_;
   std::shared_ptr<PlannedPoints> planned_;
   py::dict values_, to_come_;
