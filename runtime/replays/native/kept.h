@@ -195,8 +195,8 @@ class KeptValues {
 
   template <typename... Given>
   static py::object called(const py::object& what, const Given&... given) {
-    PyObject* arguments[] = {given.ptr()...};
-    PyObject* found = PyObject_Vectorcall(what.ptr(), arguments, sizeof...(given), nullptr);
+    const std::array<PyObject*, sizeof...(given)> arguments{given.ptr()...};
+    PyObject* found = PyObject_Vectorcall(what.ptr(), arguments.data(), sizeof...(given), nullptr);
     if (found == nullptr) {
       throw py::error_already_set();
     }
