@@ -30,6 +30,7 @@ from poochplan.native import run_beside
 from poochplan.runtime.arena.library import ALLOCATOR, TorchBuild
 from poochplan.runtime.devices.backend import Generator
 from poochplan.runtime.messages import warn_once
+from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.modes import ToggledMode, is_dispatched_plainly
 from poochplan.tensors.operators import CUDNN_RNN, Traits, traits
 from poochplan.tensors.storages import Geometry
@@ -48,6 +49,8 @@ from .replay import OFF, Around, Content, NotReplayable, Source, StorageRecord, 
 from .tape import Recorder, Tape, default_generator
 
 NAME, KEY = "tape", "Fake"
+LEAST_BYTES = 4 << 30
+"""Of host memory that must be left for a build beside a loop: the compiler takes 1.5 GB."""
 IS_WANTED = os.environ.get("POOCH_TAPE") != "python"
 """Whether it may serve; where it is not built, sessions have it built for later ones."""
 
@@ -139,13 +142,15 @@ def unrecorded() -> contextlib.AbstractContextManager[object]:
 
 @functools.cache
 def build_beside() -> None:
-    """Has the compiled tape built by another process, for the sessions to come: that goes on when this one ends, and
-    takes the processor where nothing else wants it. Tells, once, why it cannot be built or was not. Where the same is
-    true of the allocator, that is told, and not this.
+    """Has the compiled tape built by another process, for the sessions to come, if there is memory for it: that goes on
+    when this one ends. Tells, once, why it cannot be built or was not. Where the same is true of the allocator, that is
+    told, and not this.
     """
     if why := TAPE.why_unavailable() or TAPE.last_failure():
         if why != ALLOCATOR.why_unavailable():
             warn_once(TAPE.untold(why))
+        return
+    if available_bytes() < LEAST_BYTES:
         return
     with contextlib.suppress(RuntimeError):  # with limited address space there is no thread
         threading.Thread(target=_build, name="tape's build", daemon=True).start()

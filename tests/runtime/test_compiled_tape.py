@@ -16,7 +16,7 @@ import torch
 from poochplan import guard
 from poochplan.errors import NativeError
 from poochplan.runtime.replays import compiled_tape
-from poochplan.runtime.replays.compiled_tape import TAPE, CompiledRecorder, recording
+from poochplan.runtime.replays.compiled_tape import LEAST_BYTES, TAPE, CompiledRecorder, build_beside, recording
 from poochplan.runtime.replays.replay import OFF, NotReplayable
 from poochplan.runtime.replays.tape import Recorder
 from tests.runtime.nets import CASES, Case, equal, in_core, our_warnings, train
@@ -206,6 +206,19 @@ def test_it_is_built_beside_the_first_session_that_recomputes(is_built: bool, mo
         train(case, 2, plan)
         begins.append(bool(begun))
     assert begins == [False, not is_built]
+
+
+@pytest.mark.parametrize(("left_bytes", "is_begun"), [(LEAST_BYTES, True), (LEAST_BYTES - 1, False)])
+def test_it_is_not_built_beside_a_loop_that_may_need_the_memory(
+    left_bytes: int, is_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+    monkeypatch.setattr(compiled_tape, "_build", begun.set)
+    monkeypatch.setattr(compiled_tape, "available_bytes", lambda: left_bytes)
+    monkeypatch.setattr(TAPE, "why_unavailable", str)
+    monkeypatch.setattr(TAPE, "last_failure", str)
+    build_beside.__wrapped__()
+    assert begun.wait(5 if is_begun else 0.2) is is_begun
 
 
 def test_what_is_between_hooks_and_not_of_the_step_is_not_recorded(recorder: Any) -> None:
