@@ -119,8 +119,8 @@ inline c10::Storage storage_of(const RecordPtr& record) {
 struct Recipe : std::enable_shared_from_this<Recipe> {
   RecordPtr record;
   int64_t generation;
-  std::vector<py::object> values;
-  std::vector<c10::Storage> storages;
+  Vector<py::object> values;
+  Vector<c10::Storage> storages;
 
   Recipe(RecordPtr root, int64_t at) : record(std::move(root)), generation(at) {}
 
@@ -129,8 +129,8 @@ struct Recipe : std::enable_shared_from_this<Recipe> {
     while (keeps_instead(closure)) {
       closure = closure_of(record, generation, false);
     }
-    std::vector<py::object> found;
-    std::vector<c10::Storage> in_place;
+    Vector<py::object> found;
+    Vector<c10::Storage> in_place;
     for (const auto& leaf : closure.leaves) {
       if (!leaf.value.is_none()) {
         found.push_back(leaf.value);

@@ -12,9 +12,13 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/util/SmallVector.h>
 
+#include <sys/mman.h>
+
 #include <array>
 #include <map>
 #include <memory>
+#include <memory_resource>
+#include <new>
 #include <optional>
 #include <vector>
 
@@ -30,6 +34,48 @@ inline py::object& helpers() {
 
 inline py::object as_python(c10::Storage storage) {
   return py::reinterpret_steal<py::object>(torch::createPyObject(storage));
+}
+
+// Memory of what stays for a step, apart from the C library's heap: there it would lie between tensors, and split the
+// gaps that they leave. It is taken and given back under the interpreter's lock.
+class Pages : public std::pmr::memory_resource {
+  void* do_allocate(size_t size, size_t) override {
+    void* found = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (found == MAP_FAILED) {
+      throw std::bad_alloc();
+    }
+    return found;
+  }
+  void do_deallocate(void* at, size_t size, size_t) override { munmap(at, size); }
+  bool do_is_equal(const std::pmr::memory_resource& other) const noexcept override { return this == &other; }
+};
+
+inline std::pmr::memory_resource& pool() {
+  static auto& pages = *new Pages();
+  static auto& found = *new std::pmr::unsynchronized_pool_resource({64, 1 << 14}, &pages);
+  return found;
+}
+
+template <typename T>
+struct Pooled {
+  using value_type = T;
+  Pooled() = default;
+  template <typename U>
+  Pooled(const Pooled<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(pool().allocate(count * sizeof(T), alignof(T))); }
+  void deallocate(T* at, size_t count) { pool().deallocate(at, count * sizeof(T), alignof(T)); }
+  template <typename U>
+  bool operator==(const Pooled<U>&) const {
+    return true;
+  }
+};
+
+template <typename T>
+using Vector = std::vector<T, Pooled<T>>;
+
+template <typename T, typename... Given>
+std::shared_ptr<T> pooled(Given&&... given) {
+  return std::allocate_shared<T>(Pooled<T>(), std::forward<Given>(given)...);
 }
 
 struct Op;
@@ -122,15 +168,15 @@ struct Op {
   c10::OperatorHandle handle;
   bool grad_enabled, usable, widening;
   bool uninitialised = false;
-  std::vector<c10::IValue> arguments;  // a tensor or a list with tensors is none
-  std::vector<List> lists;
-  std::vector<at::Tensor> constants;  // numbers of the host, copied
-  std::vector<Slot> constant_slots;
-  std::vector<Number> numbers;
-  std::vector<View> reads;
-  std::vector<Scratch> scratches;
-  std::vector<Birth> births;
-  std::vector<RecordPtr> writes;
+  Vector<c10::IValue> arguments;  // a tensor or a list with tensors is none
+  Vector<List> lists;
+  Vector<at::Tensor> constants;  // numbers of the host, copied
+  Vector<Slot> constant_slots;
+  Vector<Number> numbers;
+  Vector<View> reads;
+  Vector<Scratch> scratches;
+  Vector<Birth> births;
+  Vector<RecordPtr> writes;
   Record* overwrites = nullptr;
   py::object generator, state;  // of Python; null if it is not random
   const Switches* switches = nullptr;
@@ -143,7 +189,7 @@ struct Record {
   int64_t version;
   bool was_there = false, broken = false, packed = false, may_copy = false;
   OpPtr birth;
-  std::vector<OpPtr> writes;  // null for one that was not recorded
+  Vector<OpPtr> writes;  // null for one that was not recorded
   int64_t seen_in = 0;
   py::object value;  // a weak reference to the saved value, or null
   int64_t value_generation = 0;
@@ -151,7 +197,7 @@ struct Record {
   std::optional<int64_t> save_point;
   int64_t kept = -1;  // the generation that recipes keep in place, because what it was made of is gone
   std::map<int64_t, py::object> copies;
-  std::vector<std::weak_ptr<Recipe>> waiting;
+  Vector<std::weak_ptr<Recipe>> waiting;
 
   Record(const c10::Storage& of, int64_t at)
       : storage(of.getWeakStorageImpl()), version(at) {}
@@ -223,6 +269,9 @@ struct Record {
     }
     return value();
   }
+
+  // Whether nobody has the storage or its saved value. What refers to it keeps a block in the C library's heap.
+  bool is_gone() const { return storage.expired() && (!value || value().is_none()); }
 
   // Null if it is gone.
   c10::intrusive_ptr<c10::StorageImpl> held() const { return storage.lock(); }

@@ -124,7 +124,7 @@ static void check(Tape* tape) {
 
 static std::shared_ptr<Recipe> recipe_of(Tape* tape, const RecordPtr& record, int64_t generation) {
   check(tape);
-  auto recipe = std::make_shared<Recipe>(record, generation);
+  auto recipe = pooled<Recipe>(record, generation);
   recipe->refresh();
   return recipe;
 }

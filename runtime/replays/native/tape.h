@@ -113,9 +113,11 @@ class Tape {
   void forget(const py::object& is_held) {
     earlier_ = std::move(registry_);
     registry_.clear();
+    fresh_.clear();
+    std::erase_if(earlier_, [](const auto& one) { return one.second->is_gone(); });
     kept_.emplace_back(is_held, std::move(recorded_));
     recorded_.clear();
-    std::vector<std::pair<py::object, std::vector<RecordPtr>>> kept;
+    std::vector<std::pair<py::object, Vector<RecordPtr>>> kept;
     for (auto& one : kept_) {
       if (!one.first.is_none() && one.first().cast<bool>()) {
         kept.push_back(std::move(one));
@@ -141,7 +143,7 @@ class Tape {
     for (const auto& tensor : tensors) {
       if (is_plain(tensor, where_) && tensor.nbytes() < tensor.storage().nbytes()) {
         earlier_[tensor.storage().unsafeGetStorageImpl()] =
-            std::make_shared<Record>(tensor.storage(), version_of(tensor));
+            pooled<Record>(tensor.storage(), version_of(tensor));
       }
     }
   }
@@ -234,12 +236,13 @@ class Tape {
   }
 
   Running before(const c10::OperatorHandle& handle, const Traits& facts, c10::ArrayRef<IValue> given) {
-    auto op = std::make_shared<Op>(handle);
+    auto op = pooled<Op>(handle);
     op->usable = facts.trusted && !(facts.convolves && is_cuda() && at::globalContext().benchmarkCuDNN());
     op->uninitialised = facts.uninitialised;
     op->widening = facts.widening;
     op->grad_enabled = c10::GradMode::is_enabled();
     op->order = ++count;
+    sweep();
     if (listener) {
       listener(facts.name, handle.operator_name().overload_name);
     }
@@ -325,12 +328,29 @@ class Tape {
     const py::int_ number(reinterpret_cast<uintptr_t>(key));
     const bool is_static = statics.contains(number);  // it may be one of `.data`, which has its own counter
     auto record =
-        std::make_shared<Record>(storage, is_static ? statics[number].cast<int64_t>() : version_of(tensor));
+        pooled<Record>(storage, is_static ? statics[number].cast<int64_t>() : version_of(tensor));
     record->was_there = was_there;
     const int64_t most = buffers.contains(number) ? MOST_BYTES : was_there && !is_static ? MOST_OTHERS_BYTES : 0;
     record->may_copy = static_cast<int64_t>(storage.nbytes()) <= most;
     registry_[key] = record;
+    fresh_.push_back(record);
     return record;
+  }
+
+  // Lets go of storages that are gone, now and then. Their addresses can come again from here on.
+  void sweep() {
+    if (++since_sweep_ < OPS_BETWEEN_SWEEPS) {
+      return;
+    }
+    since_sweep_ = 0;
+    std::erase_if(fresh_, [this](const RecordPtr& record) {
+      if (!record->is_gone()) {
+        return false;
+      }
+      registry_.erase(record->storage._unsafe_get_target());
+      record->storage.reset();
+      return true;
+    });
   }
 
   void was_born(const OpPtr& op, int32_t position, const at::Tensor& output) {
@@ -342,10 +362,11 @@ class Tape {
     if (place) {
       return;
     }
-    place = std::make_shared<Record>(output.storage(), version_of(output));
+    place = pooled<Record>(output.storage(), version_of(output));
     place->birth = op;
     place->seen_in = window;
     recorded_.push_back(place);
+    fresh_.push_back(place);
     op->births.push_back({position, place});
   }
 
@@ -528,7 +549,7 @@ class Tape {
         made.sizes().vec(), made.strides().vec(), made.scalar_type(), IValue(), made.device(), IValue()};
   }
 
-  static void break_circles(std::vector<RecordPtr>& records) {
+  static void break_circles(Vector<RecordPtr>& records) {
     for (auto& record : records) {
       record->birth.reset();
       record->writes.clear();
@@ -538,9 +559,13 @@ class Tape {
 
   static constexpr int64_t MOST_BYTES = 1 << 24, MOST_OTHERS_BYTES = 1 << 20;  // as in host_copies.py
   c10::DeviceType where_;
-  std::unordered_map<const c10::StorageImpl*, RecordPtr> registry_, earlier_;
-  std::vector<RecordPtr> recorded_;
-  std::vector<std::pair<py::object, std::vector<RecordPtr>>> kept_;
+  template <typename K, typename V>
+  using Map = std::unordered_map<K, V, std::hash<K>, std::equal_to<K>, Pooled<std::pair<const K, V>>>;
+  Map<const c10::StorageImpl*, RecordPtr> registry_, earlier_;
+  static constexpr int OPS_BETWEEN_SWEEPS = 32;
+  int since_sweep_ = 0;
+  Vector<RecordPtr> recorded_, fresh_;  // those of this step; of these the ones that were not gone
+  std::vector<std::pair<py::object, Vector<RecordPtr>>> kept_;
   std::vector<CounterBefore> unsettled_;
   const Switches* last_switches_ = nullptr;
 };
