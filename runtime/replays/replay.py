@@ -355,11 +355,15 @@ def _call(op: RecordedOp, there: Leaves, built: dict[StorageRecord, torch.Untype
         return outputs_of(op.func(*args, **kwargs))
     args, kwargs = unflatten(arguments, op.spec)
     now = state_of(op.generator)
-    set_state_of(op.generator, op.state)
     try:
+        set_state_of(op.generator, op.state)
         return outputs_of(op.func(*args, **kwargs))
     finally:
-        set_state_of(op.generator, now)
+        try:
+            set_state_of(op.generator, now)
+        except BaseException:  # what raises there, or an interrupt, must not change what the step draws next
+            set_state_of(op.generator, now)
+            raise
 
 
 def _tensor(

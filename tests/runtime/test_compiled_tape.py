@@ -104,6 +104,26 @@ def test_a_session_whose_recording_fails_stands_aside_and_trains_as_in_core(monk
     assert ["asked to" in line for line in said if "the session stands aside" in line] == [True]
 
 
+def test_a_generator_is_set_back_behind_a_replay_though_that_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, set_state_of = list[None](), compiled_tape._HELPERS.set_state_of
+
+    def fails_at_the_second(*given: Any) -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyError("asked to")
+        set_state_of(*given)
+
+    case: Case = CASES["residual"]
+    plan = random_plan(case.profile(), 0, (0, 0, 1))
+    monkeypatch.setattr(guard, "RAISES", False)
+    monkeypatch.setattr(compiled_tape._HELPERS, "set_state_of", fails_at_the_second)
+    with our_warnings() as said:
+        found, _ = train(case, 3, plan)
+    assert len(calls) > 2
+    assert equal(found, in_core(case, 3))
+    assert ["asked to" in line for line in said if "the session stands aside" in line] == [True]
+
+
 @pytest.mark.parametrize("usable", [True, False])
 def test_a_content_has_a_recipe_if_all_its_writers_can_run_again(recorder: Any, usable: bool) -> None:
     made = torch.ones(4).exp() if usable else torch.ones(4).to_sparse().to_dense()

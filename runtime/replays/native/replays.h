@@ -160,15 +160,26 @@ class Run {
       return;
     }
     const py::object now = helpers().attr("state_of")(op.generator);
-    helpers().attr("set_state_of")(op.generator, op.state);
     try {
+      helpers().attr("set_state_of")(op.generator, op.state);
       const py::gil_scoped_release without_lock;
       op.handle.callBoxed(stack);
     } catch (...) {
-      helpers().attr("set_state_of")(op.generator, now);
+      set_back(op.generator, now);
       throw;
     }
-    helpers().attr("set_state_of")(op.generator, now);
+    set_back(op.generator, now);
+  }
+
+  // Tried twice: what raises there, or an interrupt, must not change what the step draws next.
+  static void set_back(const py::object& generator, const py::object& state) {
+    const py::object set_state_of = helpers().attr("set_state_of");
+    try {
+      set_state_of(generator, state);
+    } catch (const py::error_already_set&) {
+      set_state_of(generator, state);
+      throw;
+    }
   }
 
   static at::Tensor output(const Stack& stack, int32_t position) {
