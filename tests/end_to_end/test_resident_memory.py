@@ -11,8 +11,9 @@ ROOT = Path(__file__).parents[2]
 
 
 SMALL = {"layers": "3", "vocabulary": "2000", "batch_size": "4"}
-"""The config's sequences and width: its activations are still what takes the memory, and most have 1 MiB or more. Smaller
-ones stay in the C library's heap."""
+"""The config's sequences and width: its activations are still what takes the memory, and most have 1 MiB or more, for
+smaller ones stay in the C library's heap.
+"""
 
 
 def test_the_resident_set_of_a_process_falls_by_a_third_under_the_smallest_plan(tmp_path: Path) -> None:
