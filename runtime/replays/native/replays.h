@@ -222,8 +222,9 @@ auto translated(Call call) {
 // Brings a value, and every saved value on the way that waits for a replay, back.
 class Replay {
  public:
-  Replay(const Tape& tape, const py::object& value, const py::function& resident, bool from_copies)
+  Replay(Tape& tape, const py::object& value, const py::function& resident, bool from_copies)
       : where_(tape.where()), root_(value.attr("record").cast<RecordPtr>()), value_(value) {
+    tape.sweep();
     closure_ = closure_of(root_, value.attr("generation").cast<int64_t>(), true);
     for (const auto& leaf : closure_.leaves) {
       const Need need{leaf.record.get(), leaf.generation};

@@ -169,7 +169,7 @@ PYBIND11_MODULE(tape, m) {
   py::class_<Recipe, std::shared_ptr<Recipe>>(m, "Recipe")
       .def_property_readonly("values", [](const Recipe& one) { return py::tuple(py::cast(one.values)); });
   py::class_<Replay>(m, "Replay")
-      .def(py::init([](const Tape& tape, const py::object& value, const py::function& resident, bool from_copies) {
+      .def(py::init([](Tape& tape, const py::object& value, const py::function& resident, bool from_copies) {
         return translated([&] { return std::make_unique<Replay>(tape, value, resident, from_copies); });
       }))
       .def("parts", &Replay::parts)

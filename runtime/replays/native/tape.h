@@ -128,6 +128,19 @@ class Tape {
     kept_ = std::move(kept);
   }
 
+  // Lets go of storages that are gone. Their addresses can come again from here on.
+  void sweep() {
+    since_sweep_ = 0;
+    std::erase_if(fresh_, [this](const RecordPtr& record) {
+      if (!record->is_gone()) {
+        return false;
+      }
+      registry_.erase(record->storage._unsafe_get_target());
+      record->storage.reset();
+      return true;
+    });
+  }
+
   void clear() {
     is_on = false;
     unsettled_.clear();
@@ -242,7 +255,9 @@ class Tape {
     op->widening = facts.widening;
     op->grad_enabled = c10::GradMode::is_enabled();
     op->order = ++count;
-    sweep();
+    if (++since_sweep_ == OPS_BETWEEN_SWEEPS) {
+      sweep();
+    }
     if (listener) {
       listener(facts.name, handle.operator_name().overload_name);
     }
@@ -335,22 +350,6 @@ class Tape {
     registry_[key] = record;
     fresh_.push_back(record);
     return record;
-  }
-
-  // Lets go of storages that are gone, now and then. Their addresses can come again from here on.
-  void sweep() {
-    if (++since_sweep_ < OPS_BETWEEN_SWEEPS) {
-      return;
-    }
-    since_sweep_ = 0;
-    std::erase_if(fresh_, [this](const RecordPtr& record) {
-      if (!record->is_gone()) {
-        return false;
-      }
-      registry_.erase(record->storage._unsafe_get_target());
-      record->storage.reset();
-      return true;
-    });
   }
 
   void was_born(const OpPtr& op, int32_t position, const at::Tensor& output) {
