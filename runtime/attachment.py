@@ -24,7 +24,13 @@ from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedHandle
 from poochplan.runtime.messages import CallSite, warn
 from poochplan.runtime.metering.watch import Watch
-from poochplan.tensors.modes import around_calls, around_compiled, around_optimizer_steps, uncompiled_hooks
+from poochplan.tensors.modes import (
+    around_calls,
+    around_compiled,
+    around_optimizer_steps,
+    uncompiled_hooks,
+    unseen_by,
+)
 from poochplan.tensors.operators import past_first_calls
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
@@ -128,7 +134,7 @@ class Attachment:
                 events=self._events,
             )
             stack.enter_context(compiled_deferring(self.whole, self._kind))
-            stack.enter_context(around_compiled(self.whole, self.engine.unrecorded(self._source.around_call)))
+            stack.enter_context(around_compiled(self.whole, unseen_by(self.engine.recorder, self._source.around_call)))
             for name, model in self.models.items():
                 stack.enter_context(around_calls(model, partial(self._forward_begins, name)))
             stack.enter_context(around_optimizer_steps(self.whole, self._optimizer_steps, self._optimizer_stepped))

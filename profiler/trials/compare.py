@@ -21,8 +21,8 @@ from poochplan.formats.queries import saved_values
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.sources import is_source, sources_of
 from poochplan.runtime.compiled.deferred_unpack import deferring
-from poochplan.runtime.engine.engine import AroundCall, Engine
-from poochplan.tensors.modes import around_compiled, hooked
+from poochplan.runtime.engine.engine import Engine
+from poochplan.tensors.modes import AroundCall, around_compiled, hooked, unseen_by
 
 from .verify_replays import Verify
 
@@ -221,7 +221,7 @@ def under(
     returns the callable that replaces a compiled callable.
     """
     hooks = deferring(pack, unpack, engine.may_wait, model, engine.device.kind)
-    with around_compiled(model, engine.unrecorded(around_call)), hooked(*hooks):
+    with around_compiled(model, unseen_by(engine.recorder, around_call)), hooked(*hooks):
         engine.begin()
         try:
             yield

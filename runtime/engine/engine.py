@@ -61,8 +61,6 @@ from .mechanism import Mechanism, Rebuild, rebuild_together
 from .own_tensors import OwnTensors
 from .saved_value import SavedHandle, SavedValue, held_source
 
-AroundCall = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""Returns the callable that replaces a compiled callable, which is given with its path."""
 _NOTHING = contextlib.nullcontext()
 
 
@@ -204,19 +202,6 @@ class Engine:
         self.segment.raised = True
         self.recorder.switch_off()
 
-    def unrecorded(self, around_call: AroundCall) -> AroundCall:
-        """Wraps a compiled callable by ``around_call``, and records nothing while it runs."""
-
-        def wrap(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-            def unrecorded(*args: Any, **kwargs: Any) -> Any:
-                run = around_call(path, call)
-                with self.recorder.away():
-                    return run(*args, **kwargs)
-
-            return unrecorded
-
-        return wrap
-
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """A block in which autograd computes (Rule 11). If it has used no saved value, recording continues after it."""
@@ -312,22 +297,14 @@ class Engine:
         shell = None if tensor is whole else Shell.of(whole)
         if is_new or not isinstance(known, SavedValue):
             value = self._save(record, tensor)  # its first handle shares its fields
-            self._passes_kept()
+            if not self._own.absent and self._policy is not None:
+                self._kept.follow(segment, self._policy.followed)
             number, ordinal = segment.number, segment.packs - 1  # no local has the lease: a traceback would keep it
             first = value.probe, value.version, value.geometry, value
             return SavedHandle(*first, cursor.lease(), number, ordinal, shell=shell)
         self._another_handle(record, tensor)
         self.audit.saved_again(known, tensor)
         return SavedHandle.another(tensor, known, cursor.lease(), segment.number, segment.packs - 1, shell)
-
-    def _passes_kept(self) -> None:
-        """From now on, values that stay pass by one call where the segment is as planned and nothing happens."""
-        if self._policy is None or self._kept.follows or self._own.absent:
-            return
-        followed = self._policy.followed()
-        if followed is not None:
-            plan, values, to_come = followed
-            self._kept.follow(self.segment, self.tape.points_of(plan), values, to_come)
 
     def _another_handle(self, record: StorageRecord, tensor: torch.Tensor) -> None:
         assert self._policy is not None

@@ -179,6 +179,26 @@ _POINTS = weakref.WeakKeyDictionary[PlanToFollow, Any]()
 
 @functools.cache
 def _class_of(module: Any) -> Callable[[str], Any]:
+    def points_of(plan: PlanToFollow) -> Any:
+        found = _POINTS.get(plan)
+        if found is None:
+            found = _POINTS[plan] = module.PlannedPoints()
+            for save in plan.plain_saves():
+                found.add_save(*save)
+            found.handles, found.uses = plan.instructions.handles, plan.instructions.uses
+            found.plain_uses = [actions is None for actions in plan.at_use]
+        return found
+
+    class KeptValues(module.KeptValues):  # type: ignore[misc]  # known once it is built
+        def follow(self, segment: object, followed: Callable[[], tuple[PlanToFollow, Any, Any] | None]) -> None:
+            """From here on, values that stay pass by one call where the segment is as planned and nothing happens.
+
+            ``followed`` gives the plan, its values that are saved, and those that expect another handle.
+            """
+            if not self.follows and (found := followed()) is not None:
+                plan, *values = found
+                super().follow(segment, points_of(plan), *values)
+
     class CompiledTape(module.Tape):  # type: ignore[misc]  # known once it is built
         """The tape of a session, with the interface of ``Tape``."""
 
@@ -187,18 +207,7 @@ def _class_of(module: Any) -> Callable[[str], Any]:
 
         def kept_values(self, *of: Any) -> Any:
             """Hooks for values that stay: see ``KeptValues`` in ``native/kept.h``."""
-            return module.KeptValues(self, *of)
-
-        def points_of(self, plan: PlanToFollow) -> Any:
-            """What the plan expects at each save, handle and use, for :meth:`kept_values`."""
-            found = _POINTS.get(plan)
-            if found is None:
-                found = _POINTS[plan] = module.PlannedPoints()
-                for save in plan.plain_saves():
-                    found.add_save(*save)
-                found.handles, found.uses = plan.instructions.handles, plan.instructions.uses
-                found.plain_uses = [actions is None for actions in plan.at_use]
-            return found
+            return KeptValues(self, *of)
 
         def forget(self, is_held: Callable[[], bool] | None = None) -> None:
             super().forget(is_held)

@@ -181,13 +181,15 @@ class NoneKept:
     """The tape of Python has no hooks of its own for values that stay: all saves and uses are the engine's."""
 
     is_busy = False
-    follows = True
 
     def pack(self, tensor: torch.Tensor) -> None:
         return None
 
     def unpack(self, handle: object) -> None:
         return None
+
+    def follow(self, segment: object, followed: object) -> None:
+        pass
 
     def leave(self) -> None:
         pass
@@ -256,9 +258,6 @@ class Tape:
 
     def kept_values(self, *_: object) -> Any:
         return NoneKept()
-
-    def points_of(self, plan: object) -> Any:
-        return None
 
     def recipe(self, record: StorageRecord, generation: int) -> Recipe:
         """What the replay of this content needs; raises ``NotReplayable``."""

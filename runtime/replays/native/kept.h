@@ -18,11 +18,11 @@ namespace pooch {
 
 // A saved value of a plan. It is `plain` if it is kept, and nothing happens where it is saved.
 struct PlannedSave {
-  c10::ScalarType dtype;
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
   Sizes sizes;
-  int64_t size_bytes, last_handle;
+  int64_t size_bytes = 0, last_handle = -1;
   py::str name;
-  bool plain;
+  bool plain = false;
 };
 
 // What a plan expects: saves, the save of each handle, the handle of each use, and the uses at which nothing happens.
@@ -33,8 +33,13 @@ struct PlannedPoints {
 
   void add_save(const py::object& dtype, const std::vector<int64_t>& shape, int64_t size_bytes, int64_t last_handle,
                 py::str name, bool plain) {
-    const c10::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
-    saves.push_back({type, Sizes(shape.begin(), shape.end()), size_bytes, last_handle, std::move(name), plain});
+    PlannedSave& one = saves.emplace_back();
+    one.dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+    one.sizes.assign(shape.begin(), shape.end());
+    one.size_bytes = size_bytes;
+    one.last_handle = last_handle;
+    one.name = std::move(name);
+    one.plain = plain;
   }
 };
 

@@ -262,10 +262,26 @@ def inside(name: str, roots: dict[str, torch.nn.Module]) -> bool:
     return any(root in ("", name) or name.startswith(root + ".") for root in roots)
 
 
+AroundCall = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""Returns the callable that replaces a compiled callable, which is given with its path."""
+
+
+def unseen_by(mode: ToggledMode, around_call: AroundCall) -> AroundCall:
+    """Wraps a compiled callable by ``around_call``; the mode is off while it runs."""
+
+    def wrap(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def unseen(*args: Any, **kwargs: Any) -> Any:
+            run = around_call(path, call)
+            with mode.away():
+                return run(*args, **kwargs)
+
+        return unseen
+
+    return wrap
+
+
 @contextlib.contextmanager
-def around_compiled(
-    model: torch.nn.Module, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
+def around_compiled(model: torch.nn.Module, wrap: AroundCall) -> Iterator[None]:
     """A block in which ``wrap(path, call)`` replaces each compiled callable of ``model``.
 
     A compiled module gets no hook: hooks are part of the compiled code, and adding one compiles it again.
