@@ -35,13 +35,13 @@ from poochplan.tensors.operators import past_first_calls
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import plain_storage
 from poochplan.torch_private.compiler_internals import leave_alone
-from poochplan.torch_private.hooks import has_topmost_hooks, stand_aside, topmost_hooks
+from poochplan.torch_private.hooks import Hooks, has_topmost_hooks, stand_aside, topmost_hooks
 from poochplan.torch_private.tensor_internals import in_backward, intercept_autograd
 
 from .compiled.deferred_unpack import deferring, plainly_packed, plainly_unpacked
 from .compiled.inductor import compiled_deferring
 from .open_sessions import ENTERED, check_no_session
-from .plan_source import Hooks, PlanSource
+from .plan_source import PlanSource
 
 _ROOMS = "online", "profiler", "runtime", "tensors", "torch_private"
 FAILED = (
@@ -141,7 +141,9 @@ class Attachment:
             hooks = self._guarded(*self._source.attached(self))
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 hooks = self._until_let_go(*hooks)
-            self._hooks = uncompiled_hooks(*hooks)
+            takes = None if self.guard is None else self.guard.takes
+            self._hooks = uncompiled_hooks(*hooks, partial(self.engine.kept.before, takes=takes))
+            self._held.callback(self.engine.kept.close)
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(stand_aside(self._hooks))
             stack.callback(self._unhook)
@@ -161,10 +163,12 @@ class Attachment:
         for model in self.models.values():
             self._observing.enter_context(around_calls(model, ends=self._forward_ends))
         self._observing.enter_context(intercept_autograd(guarded_around(self._around_backward)))
+        self.engine.kept.is_off = False
         self._hooks.__enter__()
 
     def _unhook(self) -> None:
         self._observing.close()
+        self.engine.kept.is_off = True
         if threading.get_ident() == self._thread:  # on another thread they cannot be removed
             self.take_hooks_off()
 

@@ -21,12 +21,11 @@ from poochplan.runtime.messages import warn
 from poochplan.runtime.metering.watch import MostBytes
 from poochplan.runtime.step_policies.follow import DivergencePolicy, Follow
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, KeepAll, StepPolicy, SwapEach
+from poochplan.torch_private.hooks import Hooks
 from poochplan.units import format_bytes
 
 from .active_plan import MOST_PLANS, REMEDY, STILL_GROWS, ActivePlan
 from .run_report import FallbackKind, Fallbacks
-
-Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 KEPT_FROM_NOW_ON = "from now on such values are kept, and steps may exceed the budget"
 KEPT_BY_PLAN = "from now on such values are kept, and another plan is made that does so"

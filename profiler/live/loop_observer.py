@@ -18,9 +18,10 @@ from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.mechanism import Mechanism, Rebuild, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.metering.census import census_bytes, foreseen_bytes
-from poochplan.runtime.plan_source import Attached, Hooks, PlanSource
+from poochplan.runtime.plan_source import Attached, PlanSource
 from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.tensors.signatures import model_switches
+from poochplan.torch_private.hooks import Hooks
 from poochplan.torch_private.tensor_internals import is_scripted
 
 from .segment_observer import SegmentObserver, StudyContext

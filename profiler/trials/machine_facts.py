@@ -360,10 +360,11 @@ def _planned(network: _Network, decisions: list[Decision], record: bool) -> Iter
     instructions = msgspec.structs.replace(instructions_for(network.profile, decisions), record_from_start=record)
     try:
         engine = Engine(AlwaysFollow(instructions), device, model)
+        pack, unpack = engine.kept.before(engine.pack, engine.unpack)
 
         def planned() -> _Seconds:
             seconds = _Seconds()
-            with under(engine, model, seconds.timed("pack_s", engine.pack), seconds.timed("unpack_s", engine.unpack)):
+            with under(engine, model, seconds.timed("pack_s", pack), seconds.timed("unpack_s", unpack)):
                 network.run(seconds)
             return seconds
 

@@ -82,8 +82,10 @@ class Audit:
         self._compares_all = False
         self._owners: dict[int, int] = {}
         """By save point of the values that the step has saved and not released yet: what was saved before them."""
-        self._watched: list[Beside] = []
-        self._saves = self._owner = 0
+        self.watched: list[Beside] = []
+        """What is looked at again at each point."""
+        self.saves = self.owner = 0
+        """The save point that the step has come to, and the storage of the model's that was saved last."""
         self._pending: list[Comparison] = []
         self._bytes_per_s, self._allowed_s, self._took_s = FIRST_BYTES_PER_S, 0.0, 0.0
         self.differing: list[Comparison] = []
@@ -117,10 +119,10 @@ class Audit:
             self._bytes_per_s = min(MOST_BYTES_PER_S, self._bytes_per_s * change)
         self._allowed_s = self._took_s = 0.0
         self._unplanned.step_ends()
-        for beside in self._watched:
+        for beside in self.watched:
             if beside.held_at is not None:
                 beside.plan.last_held[beside.place] = beside.held_at
-        self._watched, self._owners, self._saves, self._owner = [], {}, 0, 0
+        self.watched, self._owners, self.saves, self.owner = [], {}, 0, 0
         self._plan, self.compared, self.beside_bytes = None, 0, 0
         self.keeps_all = self._compares_all = False
         if self._pending:
@@ -146,7 +148,7 @@ class Audit:
         """
         plan = self._plan
         if plan is not None and index is not None:
-            self._owners[index] = self._owner
+            self._owners[index] = self.owner
             if index in plan.kept or not plan.leaves_out:
                 return index in plan.kept
         return bool(self._looks) and (tensor.dtype, tensor.shape) in self._looks
@@ -192,7 +194,7 @@ class Audit:
     def passes(self, storage: int, owned: Container[int]) -> bool:
         """Whether the storage that is now saved is one of those: the place of the values that follow."""
         if storage in owned:
-            self._owner = storage
+            self.owner = storage
             return True
         return False
 
@@ -201,20 +203,20 @@ class Audit:
         beside = value.beside = Beside(plan, place, value, value.storage, is_kept=is_beside)
         self.beside_bytes += beside.size_bytes if beside.is_kept else 0
         if not beside.is_kept:
-            self._watched.append(beside)
+            self.watched.append(beside)
             self._look(beside)
 
     def _look(self, beside: Beside) -> None:
         """Takes its checksum, unless forward most likely holds it until a later point."""
-        if self._saves >= beside.plan.last_held.get(beside.place, 0) and beside.looks < LOOKS:
+        if self.saves >= beside.plan.last_held.get(beside.place, 0) and beside.looks < LOOKS:
             begin_s = time.perf_counter()
             beside.look_again()
             self._took_s += time.perf_counter() - begin_s
 
     def point(self, saves: int) -> None:
         """The step has come to that save point, or with the number of all to its first use."""
-        self._saves = saves
-        for beside in self._watched:
+        self.saves = saves
+        for beside in self.watched:
             if beside.weak() is not None:
                 beside.held_at = saves
                 self._look(beside)

@@ -98,7 +98,7 @@ class Engine:
         self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed, self.audit, events, self.tape)
         point = None if events.point is NO_EVENTS.point else events.point
         kept = SavedValue, SavedHandle, Decision.KEEP, self.audit, point, device, self._index
-        self._kept = self.tape.kept_values(*kept)
+        self.kept = self.tape.kept_values(*kept)
         self._chooser = chooser
         self._policy: StepPolicy | None = None
         self.model = model
@@ -168,7 +168,7 @@ class Engine:
 
     def end(self) -> None:
         """The open segment ends; handles that are still held stay usable."""
-        self._kept.leave()
+        self.kept.leave()
         self.recorder.switch_off()
         if self.cursor.is_open:
             self._events.over(self.segment)
@@ -178,7 +178,7 @@ class Engine:
     def stand_aside(self) -> None:
         """The open segment ends here, and no other begins. Its handles stay usable."""
         self.is_aside = True
-        self._kept.leave()
+        self.kept.leave()
         try:
             self.recorder.leave_stack()
             self.end()
@@ -189,7 +189,7 @@ class Engine:
     def tell_end(self) -> None:
         """The last segment is over, and its report is final."""
         self.mechanism.take_times()
-        self.segment.report.hooks_s += self._kept.take_seconds()
+        self.segment.report.hooks_s += self.kept.take_seconds()
         if self.segment.number:
             self._events.ended(self.segment)
 
@@ -241,7 +241,7 @@ class Engine:
 
     def pack(self, tensor: torch.Tensor) -> SavedHandle:
         """Forward saves ``tensor``. Returns the object that autograd holds in its place."""
-        kept: SavedHandle | None = self._kept.pack(tensor)
+        kept: SavedHandle | None = self.kept.pack(tensor)
         if kept is not None:
             return kept
         if self.is_aside:
@@ -253,12 +253,12 @@ class Engine:
         start_s = time.perf_counter()
         with self._lock:
             was_paused, self.tape.is_paused = self.tape.is_paused, True
-            was_busy, self._kept.is_busy = self._kept.is_busy, True
+            was_busy, self.kept.is_busy = self.kept.is_busy, True
             try:
                 with Unseen() if mode_count() else _NOTHING:
                     return hook(given)
             finally:
-                self.tape.is_paused, self._kept.is_busy = was_paused, was_busy
+                self.tape.is_paused, self.kept.is_busy = was_paused, was_busy
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
     def _pack(self, whole: torch.Tensor) -> SavedHandle:
@@ -298,7 +298,7 @@ class Engine:
         if is_new or not isinstance(known, SavedValue):
             value = self._save(record, tensor)  # its first handle shares its fields
             if not self._own.absent and self._policy is not None:
-                self._kept.follow(segment, self._policy.followed)
+                self.kept.follow(segment, self._policy.followed)
             number, ordinal = segment.number, segment.packs - 1  # no local has the lease: a traceback would keep it
             first = value.probe, value.version, value.geometry, value
             return SavedHandle(*first, cursor.lease(), number, ordinal, shell=shell)
@@ -406,7 +406,7 @@ class Engine:
 
     def unpack(self, handle: SavedHandle) -> torch.Tensor:
         """Backward asks for a saved tensor: brings its value back if necessary."""
-        kept: torch.Tensor | None = self._kept.unpack(handle)
+        kept: torch.Tensor | None = self.kept.unpack(handle)
         if kept is not None:
             return kept
         if self.is_aside:
@@ -474,7 +474,7 @@ class Engine:
     def _diverge(self, reason: Diverged) -> None:
         """The step is not the planned one from here on (Rule 8)."""
         assert self._policy is not None
-        self._kept.leave()
+        self.kept.leave()
         reason.__traceback__ = None  # its frames hold values, and itself once their locals have been read
         try:
             self._policy, actions = self._policy.diverged(reason)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from poochplan.runtime.replays.tape import Tape
-from poochplan.tensors.storages import gradient_of, has_storage, keys_of, own_tensors, plain_storage, storage_key
+from poochplan.tensors.storages import gradient_of, has_storage, keys_of, plain_storage, storage_key
 from poochplan.torch_private.sharding import gathered_weights, has_storages
 from poochplan.torch_private.tensor_internals import storage_identity, version_of
 
@@ -21,7 +21,6 @@ class OwnTensors:
         self._tape = tape
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages of ``tape.static``, by identity: another may get that of a buffer that a forward replaces."""
-        self._ids = set[int]()
         self.absent: list[Any] = []
         """FSDP2's weights that have no storages yet."""
 
@@ -31,17 +30,13 @@ class OwnTensors:
 
     def has_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is one of the parameters. One may get other ``.data`` amid forward."""
-        return id(tensor) in self._ids and isinstance(tensor, torch.nn.Parameter)
+        return id(tensor) in self._tape.own_ids and isinstance(tensor, torch.nn.Parameter)
 
     def look_at(self, model: torch.nn.Module) -> int:
         """Finds them anew. Returns the bytes of their gradients."""
-        kind, static, before, gradient_bytes = self._tape.device_type, self._tape.static, self._alive, 0
-        static.clear()
-        self._ids.clear()
-        self._tape.buffers.clear()
-        self._alive = {}
-        for tensor in own_tensors(model):
-            self._ids.add(id(tensor))
+        kind, static, before, self._alive = self._tape.device_type, self._tape.static, self._alive, {}
+        gradient_bytes, others = self._tape.look_at(model)
+        for tensor in others:
             storage = plain_storage(tensor, kind)
             if storage is not None:
                 key = storage_identity(storage)

@@ -34,6 +34,9 @@ from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.modes import ToggledMode, is_dispatched_plainly
 from poochplan.tensors.operators import CUDNN_RNN, Traits, traits
 from poochplan.tensors.storages import Geometry
+from poochplan.torch_private.attributes import saving_here
+from poochplan.torch_private.compiler_internals import compiler_callback
+from poochplan.torch_private.hooks import Hooks
 from poochplan.torch_private.switches import SwitchesAsRecorded, state_now
 from poochplan.torch_private.tensor_internals import (
     WIDENING,
@@ -198,6 +201,14 @@ def _class_of(module: Any) -> Callable[[str], Any]:
             if not self.follows and (found := followed()) is not None:
                 plan, *values = found
                 super().follow(segment, points_of(plan), *values)
+
+        def before(self, pack: object, unpack: object, takes: Callable[[BaseException], bool] | None = None) -> Hooks:
+            """What autograd calls in place of the hooks: it calls them for all but values that stay. See ``hooks.h``.
+
+            ``takes``: says whether an error is ours, and to be hidden.
+            """
+            own = takes, compiler_callback(), saving_here()
+            return self.hook(True, pack, *own), self.hook(False, unpack, *own)
 
     class CompiledTape(module.Tape):  # type: ignore[misc]  # known once it is built
         """The tape of a session, with the interface of ``Tape``."""

@@ -20,7 +20,7 @@ from poochplan.tensors.operators import (
     traits,
     writes_of,
 )
-from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, plain_storage, version_probe
+from poochplan.tensors.storages import Geometry, is_host_scalar, is_plain, own_tensors, plain_storage, version_probe
 from poochplan.torch_private.switches import state_now
 from poochplan.torch_private.tensor_internals import WIDENING, called_below_autograd, storage_identity, version_of
 
@@ -180,7 +180,10 @@ def default_generator(device_type: str, index: int | None) -> Generator:
 class NoneKept:
     """The tape of Python has no hooks of its own for values that stay: all saves and uses are the engine's."""
 
-    is_busy = False
+    is_busy = is_off = False
+
+    def before(self, *hooks: Any, takes: object = None) -> Any:
+        return hooks
 
     def pack(self, tensor: torch.Tensor) -> None:
         return None
@@ -192,6 +195,9 @@ class NoneKept:
         pass
 
     def leave(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     def take_seconds(self) -> float:
@@ -209,7 +215,7 @@ class Tape:
         self.device_type = device_type
         self.static: dict[int, int] = {}
         """Storage keys of parameters and buffers in this step, and their version counters at its beginning."""
-        self.buffers = set[int]()
+        self.buffers, self.own_ids = set[int](), set[int]()
         """Storage keys of those that a step may write without an error in-core: buffers, and biases."""
         self.at_first_recipe: Callable[[], None] | None = None
         """Is called once, if something is to be replayed."""
@@ -255,6 +261,16 @@ class Tape:
                 storage = tensor.untyped_storage()
                 record = StorageRecord(weakref.ref(storage), version_of(tensor))
                 self._earlier[storage_identity(storage)] = record
+
+    def look_at(self, model: torch.nn.Module) -> tuple[int, Iterable[torch.Tensor]]:
+        """The model's own tensors are found anew. Returns bytes of gradients, and the tensors that are still to be
+        noted: here all. The identities of all are noted.
+        """
+        self.static.clear()
+        self.buffers.clear()
+        own = list(own_tensors(model))
+        self.own_ids = set(map(id, own))
+        return 0, own
 
     def kept_values(self, *_: object) -> Any:
         return NoneKept()

@@ -10,7 +10,9 @@
 #include <ATen/TracerMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <c10/core/Stream.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <chrono>
 
@@ -65,6 +67,8 @@ class Names {
   POOCH_NAME(decision);
   POOCH_NAME(index);
   POOCH_NAME(compute);
+  POOCH_NAME(owner);
+  POOCH_NAME(watched);
 #undef POOCH_NAME
 };
 
@@ -96,6 +100,8 @@ inline void set_number(const py::handle& of, const py::object& name, int64_t num
 class KeptValues {
  public:
   bool is_busy = false;  // a hook of Python's runs, perhaps on another thread
+  bool was_asked = false;  // the call that comes next is one that has just been answered with None
+  bool is_off = false;  // no save is of the session's steps
 
   KeptValues(Tape* tape, py::object value_class, py::object handle_class, py::object keep, py::object audit,
              py::object point, py::object device, int64_t index)
@@ -118,17 +124,23 @@ class KeptValues {
 
   void leave() {
     planned_.reset();
-    segment_ = py::object();
+    segment_ = compute_ = py::object();
     values_ = to_come_ = py::reinterpret_steal<py::dict>(py::handle());
+  }
+
+  // Nothing of the session's is held any more.
+  void close() {
+    leave();
+    audit_ = point_ = device_ = py::none();
   }
 
   bool follows() const { return planned_ != nullptr; }
 
   double take_seconds() { return std::exchange(seconds_, 0.0); }
 
-  py::object pack(const py::object& given) {
+  py::object pack(const py::handle& given) {
     const auto type = reinterpret_cast<PyObject*>(Py_TYPE(given.ptr()));
-    if (!planned_ || is_busy || (type != THPVariableClass && type != ParameterClass) ||
+    if (std::exchange(was_asked, false) || !planned_ || is_busy || (type != THPVariableClass && type != ParameterClass) ||
         torch::autograd::get_current_graph_task_id() != -1 || at::tracer::impl::is_dispatch_enabled() ||
         c10::impl::TorchDispatchModeTLS::any_modes_set(false)) {
       return py::none();
@@ -144,8 +156,9 @@ class KeptValues {
     }
     const py::int_ key(reinterpret_cast<uintptr_t>(tensor.storage().unsafeGetStorageImpl()));
     if (tape_->statics.contains(key)) {
-      audit_.attr("passes")(key, tape_->statics);
-      return handle(tensor.grad_fn() ? wrapped(alias(tensor)) : given, version_of(tensor));
+      PyObject_SetAttr(audit_.ptr(), name.owner.ptr(), key.ptr());
+      const auto held = py::reinterpret_borrow<py::object>(given);
+      return handle(tensor.grad_fn() ? wrapped(alias(tensor)) : held, version_of(tensor));
     }
     if (type != THPVariableClass) {
       return py::none();
@@ -153,9 +166,10 @@ class KeptValues {
     return packed(tensor);
   }
 
-  py::object unpack(const py::object& given) {
+  py::object unpack(const py::handle& given) {
     const Names& name = names();
-    if (reinterpret_cast<PyObject*>(Py_TYPE(given.ptr())) != handle_class_.ptr() || is_busy || tape_->is_on) {
+    if (std::exchange(was_asked, false) || reinterpret_cast<PyObject*>(Py_TYPE(given.ptr())) != handle_class_.ptr() ||
+        is_busy || tape_->is_on) {
       return py::none();
     }
     const Clock clock(seconds_);
@@ -245,7 +259,7 @@ class KeptValues {
     const py::object place = py::int_(index);
     const py::object value = called(
         value_class_, keep_, py::cast(record), py::int_(record->generation()), probe, version, none,
-        py::int_(planned.size_bytes), as_python(tensor.storage()), attribute(device_, name.compute), place,
+        py::int_(planned.size_bytes), as_python(tensor.storage()), compute(tensor.device()), place,
         planned.name);
     attach(*record, value, record->generation(), Probe(held));
     record->packed = true;
@@ -288,11 +302,26 @@ class KeptValues {
     if (!point_.is_none()) {
       called(point_, py::int_(points));
     }
-    called(audit_.attr("point"), py::int_(saves));
+    const Names& name = names();
+    if (PyList_GET_SIZE(attribute(audit_, name.watched).ptr()) > 0) {
+      called(audit_.attr("point"), py::int_(saves));
+    } else {
+      set_number(audit_, name.saves, saves);
+    }
+  }
+
+  // The device's compute stream. A GPU's is asked for where the thread's is another than before.
+  const py::object& compute(c10::Device where) {
+    const auto now = c10::impl::VirtualGuardImpl(where.type()).getStream(where);
+    if (!compute_ || where.is_cpu() || now != stream_) {
+      compute_ = attribute(device_, names().compute);
+      stream_ = now;
+    }
+    return compute_;
   }
 
   // Whether the handle's first use is the planned one, where nothing happens. It is counted.
-  bool is_used(const py::object& given) {
+  bool is_used(const py::handle& given) {
     const Names& name = names();
     if (!planned_ || !to_come_.empty() || !attribute(segment_, name.used).is(py::bool_(true)) ||
         number_of(given, name.segment) != number_of(segment_, name.number) ||
@@ -313,7 +342,8 @@ class KeptValues {
   }
 
   Tape* tape_;
-  py::object value_class_, handle_class_, keep_, audit_, point_, device_, segment_;
+  py::object value_class_, handle_class_, keep_, audit_, point_, device_, segment_, compute_;
+  c10::Stream stream_{c10::Stream::DEFAULT, c10::Device(c10::DeviceType::CPU)};
   int64_t index_;
   std::shared_ptr<PlannedPoints> planned_;
   py::dict values_, to_come_;

@@ -1,6 +1,7 @@
 // The compiled tape as a module of Python: recording below autograd, recipes and replays.
 
-#include "kept.h"
+#include "hooks.h"
+#include "own.h"
 
 #include <torch/library.h>
 
@@ -179,6 +180,8 @@ PYBIND11_MODULE(tape, m) {
       .def_readonly("device_type", &Tape::device_type)
       .def_readonly("static", &Tape::statics)
       .def_readonly("buffers", &Tape::buffers)
+      .def_readonly("own_ids", &Tape::own_ids)
+      .def("look_at", &look_at)
       .def_readonly("window", &Tape::window)
       .def_readonly("count", &Tape::count)
       .def("check", &check)
@@ -212,10 +215,13 @@ PYBIND11_MODULE(tape, m) {
       .def(py::init<Tape*, py::object, py::object, py::object, py::object, py::object, py::object, int64_t>(),
            py::keep_alive<1, 2>())
       .def_readwrite("is_busy", &KeptValues::is_busy)
+      .def_readwrite("is_off", &KeptValues::is_off)
       .def_property_readonly("follows", &KeptValues::follows)
       .def("follow", &KeptValues::follow)
       .def("leave", &KeptValues::leave)
+      .def("close", &KeptValues::close)
       .def("take_seconds", &KeptValues::take_seconds)
       .def("pack", &KeptValues::pack)
-      .def("unpack", &KeptValues::unpack);
+      .def("unpack", &KeptValues::unpack)
+      .def("hook", &hook_of);
 }

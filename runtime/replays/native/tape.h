@@ -59,7 +59,7 @@ constexpr const char* INTERRUPTED = "KeyboardInterrupt";
 class Tape {
  public:
   py::dict statics;  // storage keys of parameters and buffers, with their versions
-  py::set buffers;
+  py::set buffers, own_ids;  // storage keys of the small ones; the identities of all, as tensors of Python
   int64_t window = 0, count = 0;
   std::atomic<bool> is_on = false;
   bool within_op = false;
@@ -177,6 +177,24 @@ class Tape {
       found.append(one.second);
     }
     return found;
+  }
+
+  void owns_none() {
+    statics.clear();
+    buffers.clear();
+    own_ids.clear();
+    own_.clear();
+  }
+
+  // A parameter or buffer. No other storage gets its address while it is known here.
+  void owns(const at::Tensor& tensor, bool is_buffer) {
+    const py::int_ key(reinterpret_cast<uintptr_t>(tensor.storage().unsafeGetStorageImpl()));
+    const int64_t version = version_of(tensor);
+    if (is_buffer) {
+      buffers.add(key);
+    }
+    statics[key] = statics.contains(key) ? std::max(version, statics[key].cast<int64_t>()) : version;
+    own_.push_back(tensor.storage().getWeakStorageImpl());
   }
 
   // Something of ours has raised, or was interrupted: recording ends, and Python is told where it asks next.
@@ -566,6 +584,7 @@ class Tape {
   Vector<RecordPtr> recorded_, fresh_;  // those of this step; of these the ones that were not gone
   std::vector<std::pair<py::object, Vector<RecordPtr>>> kept_;
   std::vector<CounterBefore> unsettled_;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> own_;
   const Switches* last_switches_ = nullptr;
 };
 

@@ -28,10 +28,11 @@ from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.census import Growth, foreseen_bytes
 from poochplan.runtime.metering.watch import GROWS, MostBytes
-from poochplan.runtime.plan_source import KEPT_BY_PLAN, KEPT_FROM_NOW_ON, Attached, Hooks
+from poochplan.runtime.plan_source import KEPT_BY_PLAN, KEPT_FROM_NOW_ON, Attached
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
 from poochplan.torch_private.compiler_internals import is_compiled
+from poochplan.torch_private.hooks import Hooks
 from poochplan.units import format_bytes
 
 from . import auto_messages

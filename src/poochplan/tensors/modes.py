@@ -25,7 +25,7 @@ from poochplan.torch_private.compiler_internals import (
     is_compiled,
     run_as_written,
 )
-from poochplan.torch_private.hooks import stand_aside
+from poochplan.torch_private.hooks import Hooks, as_given, stand_aside
 from poochplan.torch_private.tensor_internals import (
     TorchDispatchMode,
     in_backward,
@@ -230,14 +230,14 @@ def is_dispatched_plainly() -> bool:
 
 
 def uncompiled_hooks(
-    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor], before: Callable[..., Hooks] = as_given
 ) -> torch.autograd.graph.saved_tensors_hooks:
     """Saved-tensors hooks that the compiler does not look into when compiled code calls them. Attributes of the tensors
-    come back with them.
+    come back with them. ``before`` gives what autograd calls in their place, without these two.
     """
     pack, unpack = with_attributes(hidden_from_compiler(pack), hidden_from_compiler(unpack))
     run_as_written(pack, unpack)
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    return torch.autograd.graph.saved_tensors_hooks(*before(pack, unpack))
 
 
 @contextlib.contextmanager

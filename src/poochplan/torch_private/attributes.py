@@ -69,6 +69,11 @@ def with_attributes(
     return packed, unpacked
 
 
+def saving_here() -> Saving:
+    """The living tensors of this thread whose attributes come back: those that functions have saved."""
+    return _here.saving
+
+
 def _of(tensor: torch.Tensor, node: int) -> tuple[dict[str, Any] | None, weakref.ref[torch.Tensor] | None]:
     """The tensor's attributes, and the tensor itself if it is a leaf; it is saved by the node of that identity."""
     # Attributes of what the function itself has made might refer to the graph, which would hold itself alive.

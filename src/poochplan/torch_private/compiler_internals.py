@@ -177,6 +177,11 @@ def dispatch_hidden_from_compiler(method: Callable[..., Any]) -> Callable[..., A
 _compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
+def compiler_callback() -> Callable[[], object] | None:
+    """Gives what traces this thread's code, or None; None itself if the compiler is not there."""
+    return _compiler_callback if _compiler_is_there() else None
+
+
 def _compiler_is_there() -> bool:
     return "torch._dynamo" in sys.modules
 

@@ -9,6 +9,13 @@ from typing import Any
 
 import torch
 
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""Pack and unpack."""
+
+
+def as_given(*hooks: Any) -> Any:
+    return hooks
+
 
 def has_topmost_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> bool:
     """Whether these are the topmost saved-tensors hooks, which torch removes when any hooks end."""
@@ -16,10 +23,9 @@ def has_topmost_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> bool:
     return topmost is not None and topmost[0] is hooks.pack_hook
 
 
-def topmost_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+def topmost_hooks() -> Hooks | None:
     """The pack and unpack that autograd would call on this thread; None if there are none."""
-    found: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
-    found = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return found
 
 
@@ -68,7 +74,7 @@ def _enable_ours() -> None:
 
 
 class _Off(threading.local):
-    hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
+    hooks: Hooks | None = None
     """Of :func:`stand_aside`, while this thread must have none."""
 
 

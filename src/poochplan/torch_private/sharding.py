@@ -21,13 +21,14 @@ Resized = Callable[[torch.UntypedStorage, int], None]
 
 
 def sharded_units(model: torch.nn.Module) -> Iterator[Any]:
-    """FSDP2's states of a model's units, each once. Each step calls it; without FSDP2 it looks at no module."""
-    if "torch.distributed.fsdp" not in sys.modules:
+    """FSDP2's states of a model's units, each once. Each step calls it; where nothing is sharded it looks at no module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded: type | None = getattr(fsdp, "FSDPModule", None)
+    if sharded is None or not sharded.__subclasses__():  # each class of modules that is sharded gets one
         return
     seen: set[Any] = set()
     for module in modules_of(model):
-        state_of = getattr(type(module), "_get_fsdp_state", None)  # of FSDPModule, whose import takes a second
-        state = None if state_of is None else state_of(module)
+        state: Any = module._get_fsdp_state() if isinstance(module, sharded) else None  # type: ignore[operator]
         if state is not None and state not in seen:
             seen.add(state)
             yield state
