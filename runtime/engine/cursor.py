@@ -98,6 +98,11 @@ class Segment:
     """None while it is open."""
     lease: weakref.ref[Lease] | None = None
 
+    def left_over_storages(self) -> list[torch.UntypedStorage]:
+        """Those of the values that are left over, as far as they are on the device."""
+        values = (reference() for reference in self.left_over)
+        return [value.storage for value in values if value is not None and value.storage is not None]
+
     @property
     def is_held(self) -> bool:
         """Whether a handle on a value that it has saved is still alive."""

@@ -59,7 +59,7 @@ from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
 from .host_tier import HostTier
 from .mechanism import Mechanism, Rebuild, rebuild_together
 from .own_tensors import OwnTensors
-from .saved_value import SavedHandle, SavedValue, held_source
+from .saved_value import CLASSES, SavedHandle, SavedValue, held_source
 
 _NOTHING = contextlib.nullcontext()
 
@@ -97,8 +97,7 @@ class Engine:
         self.audit = Audit(device.where)
         self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed, self.audit, events, self.tape)
         point = None if events.point is NO_EVENTS.point else events.point
-        kept = SavedValue, SavedHandle, Decision.KEEP, self.audit, point, device, self._index
-        self.kept = self.tape.kept_values(*kept)
+        self.kept = self.tape.kept_values(CLASSES, weakref.ref(self), self.audit, point, device, self._index)
         self._chooser = chooser
         self._policy: StepPolicy | None = None
         self.model = model
@@ -120,6 +119,11 @@ class Engine:
         return self._parts.get(segment.model or "", self.model)
 
     @property
+    def policy(self) -> StepPolicy:
+        assert self._policy is not None, "a chooser has to say at the first save"
+        return self._policy
+
+    @property
     def follows(self) -> Instructions | None:
         """The instructions of the plan that the open segment follows; None if it follows none."""
         return self._policy.instructions if self._policy is not None else None
@@ -133,13 +137,13 @@ class Engine:
         if self.is_aside:
             return
         before, segment = self.segment, self.cursor.begin()
-        segment.announced, segment.model = announced, name
-        self.mechanism.report = segment.report
+        segment.announced, segment.model, self.mechanism.report = announced, name, segment.report
         with Unseen():  # parameters may be sparse, and are taken apart
             segment.gradient_bytes = self._own.look_at(self.model_of(segment))
         self.tape.forget(lambda: before.is_held)
-        segment.left_over = [weakref.ref(value) for value in self._left_over()]
-        segment.left_over_bytes = sum(storage.nbytes() for storage in self.left_over_storages())
+        values = self.tape.earlier_values() if self.cursor.holds_values else ()
+        segment.left_over = [weakref.ref(value) for value in values if isinstance(value, SavedValue)]
+        segment.left_over_bytes = sum(storage.nbytes() for storage in segment.left_over_storages())
         with self._lock:
             if self.host.step_begins():
                 self.device.trim_host(self.host.taken())
@@ -229,14 +233,6 @@ class Engine:
         except Diverged as reason:
             self._diverge(reason)
 
-    def left_over_storages(self) -> list[torch.UntypedStorage]:
-        """Device storages of values that earlier segments saved and that are still held."""
-        return [value.storage for value in self._left_over() if value.storage is not None]
-
-    def _left_over(self) -> list[SavedValue]:
-        values = self.tape.earlier_values() if self.cursor.holds_values else ()
-        return [value for value in values if isinstance(value, SavedValue)]
-
     # -- pack -------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> SavedHandle:
@@ -288,17 +284,16 @@ class Engine:
             self._choose(segment)
             if not cursor.is_open:  # a session that nobody holds ends where the chooser collects garbage
                 return SavedHandle.untouched(whole)
-        assert self._policy is not None, "a chooser has to say at the first save"
         record = self.tape.met(tensor, storage, self.recorder.window)
         known = record.value() if record.value is not None else None
         is_new = not isinstance(known, SavedValue) or not known.stands_for(tensor)  # Rule 1
-        if is_new and self._policy.sources and not record.packed:
+        if is_new and self.policy.sources and not record.packed:
             self._pass_source(record, tensor)
         shell = None if tensor is whole else Shell.of(whole)
         if is_new or not isinstance(known, SavedValue):
             value = self._save(record, tensor)  # its first handle shares its fields
-            if not self._own.absent and self._policy is not None:
-                self.kept.follow(segment, self._policy.followed)
+            if not self._own.absent:
+                self.kept.follow(segment, self.policy.followed)
             number, ordinal = segment.number, segment.packs - 1  # no local has the lease: a traceback would keep it
             first = value.probe, value.version, value.geometry, value
             return SavedHandle(*first, cursor.lease(), number, ordinal, shell=shell)
@@ -307,10 +302,9 @@ class Engine:
         return SavedHandle.another(tensor, known, cursor.lease(), segment.number, segment.packs - 1, shell)
 
     def _another_handle(self, record: StorageRecord, tensor: torch.Tensor) -> None:
-        assert self._policy is not None
         segment = self.cursor.segment
         try:
-            self._policy.handle(segment.packs, record.save_point, tensor)
+            self.policy.handle(segment.packs, record.save_point, tensor)
         except LeftOut as gap:
             self._pass_over(gap)
             return self._another_handle(record, tensor)
@@ -321,14 +315,13 @@ class Engine:
 
     def _pass_source(self, record: StorageRecord, tensor: torch.Tensor) -> None:
         """Passes the save point of the source of a tensor that is about to be saved, if the plan has one there."""
-        assert self._policy is not None
         segment = self.cursor.segment
         index = segment.saves
-        planned = self._policy.sources.get(index)
+        planned = self.policy.sources.get(index)
         if planned is None:
             return
         try:
-            self._policy.at_sourced(index, segment.packs, tensor)
+            self.policy.at_sourced(index, segment.packs, tensor)
         except LeftOut as gap:
             self._pass_over(gap)
             return self._pass_source(record, tensor)
@@ -336,7 +329,7 @@ class Engine:
         segment.saves += 1
         segment.packs += 1
         self._events.point(segment.saves + segment.uses)
-        actions = self._policy.at_source(value, index)
+        actions = self.policy.at_source(value, index)
         if value is not None and value.decision is Decision.RECOMPUTE:
             self._forget(value)
         self._carry_out(actions)
@@ -356,12 +349,11 @@ class Engine:
         self._events.point(segment.saves + segment.uses)
 
     def _save(self, record: StorageRecord, tensor: torch.Tensor) -> SavedValue:
-        assert self._policy is not None
         segment = self.cursor.segment
         index = None if record.packed else segment.saves  # written since its save point, or gone
         ordinal = segment.packs
         try:
-            decision = self._policy.saved(index, ordinal, tensor, record)
+            decision = self.policy.saved(index, ordinal, tensor, record)
             if index is not None:
                 record.save_point = index
                 segment.saves += 1
@@ -369,13 +361,13 @@ class Engine:
                 self.audit.point(segment.saves)
         except LeftOut as gap:
             self._pass_over(gap)
-            if self._policy.sources and index is not None:
+            if self.policy.sources and index is not None:
                 self._pass_source(record, tensor)
             return self._save(record, tensor)
         except Diverged as reason:
             self._diverge(reason)
             index = None
-            decision = self._policy.saved(index, ordinal, tensor, record)
+            decision = self.policy.saved(index, ordinal, tensor, record)
         planned = index if self.follows is not None else None
         if decision is not Decision.KEEP and self.audit.is_kept(planned, tensor):
             decision = Decision.KEEP
@@ -385,22 +377,21 @@ class Engine:
         segment.saved_bytes += tensor.untyped_storage().nbytes()
         record.attach(value)
         record.packed = True
-        actions = self._policy.at_save(value, index)
+        actions = self.policy.at_save(value, index)
         if decision is Decision.RECOMPUTE:
             self._forget(value)
         self._carry_out(actions)
         return value
 
     def _forget(self, value: SavedValue) -> None:
-        assert self._policy is not None
         try:
             recipe = self.tape.recipe(value.record, value.generation)
         except NotReplayable as reason:  # Rule 10
             self._fell_back(FallbackKind.NOT_REPLAYABLE, f"{value.name} is swapped, not recomputed: {reason}")
             value.decision = Decision.SWAP
-            self._carry_out(self._policy.not_replayable(value, reason))
+            self._carry_out(self.policy.not_replayable(value, reason))
             return
-        self._policy.before_drop(value)
+        self.policy.before_drop(value)
         self.mechanism.lets_go(value)
         value.is_dropped(recipe)
 
@@ -466,6 +457,21 @@ class Engine:
         if actions.record is not None:
             (self.recorder.switch_on if actions.record else self.recorder.switch_off)()
 
+    def acts_at_save(self, value: SavedValue) -> None:  # these three are called by native/kept.h
+        with self._lock:
+            actions = self.policy.planned_at_save(value.index or 0)
+            if value.decision is Decision.RECOMPUTE:
+                self._forget(value)
+            self._carry_out(actions)
+
+    def acts_at_use(self, number: int) -> None:
+        with self._lock:
+            self._carry_out(self.policy.planned_at_use(number))
+
+    def resident(self, value: SavedValue) -> torch.UntypedStorage:
+        with self._lock:
+            return self.mechanism.resident(value)
+
     def _copy_failed(self, value: SavedValue, error: OSError) -> None:
         if self._policy is not None:
             self._policy.copy_failed(value, error)
@@ -473,11 +479,10 @@ class Engine:
 
     def _diverge(self, reason: Diverged) -> None:
         """The step is not the planned one from here on (Rule 8)."""
-        assert self._policy is not None
         self.kept.leave()
         reason.__traceback__ = None  # its frames hold values, and itself once their locals have been read
         try:
-            self._policy, actions = self._policy.diverged(reason)
+            self._policy, actions = self.policy.diverged(reason)
         except DivergenceError:
             self.end()
             raise

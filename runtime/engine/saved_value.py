@@ -15,7 +15,7 @@ from poochplan.runtime.devices.device import Stream
 from poochplan.runtime.devices.transfers import Copy
 from poochplan.runtime.replays.recipes import Recipe
 from poochplan.runtime.replays.replay import StorageRecord
-from poochplan.tensors.storages import Geometry, Shell, check_unwritten, counted_by, version_probe
+from poochplan.tensors.storages import Geometry, Shell, check_unwritten, counted_by, geometry, version_probe
 from poochplan.torch_private.tensor_internals import detached_alias, version_of
 
 
@@ -255,3 +255,7 @@ class SavedHandle(msgspec.Struct, gc=False, eq=False):
         """Raises autograd's error if a saved tensor was written in place since it was saved (engine rule 5)."""
         if not self.tensor.is_inference():
             check_unwritten(self.tensor, self.version, "a saved tensor")
+
+
+CLASSES = SavedValue, SavedHandle, geometry, Decision.KEEP, (ValueState.ON_DEVICE, ValueState.COPIED)
+"""What ``native/kept.h`` makes, and compares with."""

@@ -49,7 +49,7 @@ def held_beside(engine: Engine, segment: Segment, plan: Plan) -> list[HeldMemory
     and as many of the smallest other storages as the step's inputs were predicted to take.
     """
     kind, model = engine.device.kind, engine.model_of(segment)
-    left_over = {storage_identity(storage) for storage in engine.left_over_storages()}
+    left_over = {storage_identity(storage) for storage in engine.segment.left_over_storages()}
     with one_moment(), without_modes(), without_torch_function():
         sizes = {key: storage.nbytes() for key, storage in census(kind).items()}
         found: dict[str, int] = defaultdict(int)

@@ -210,7 +210,7 @@ class StepMeter:
         tensors = [x for own in own_tensors(engine.model) for x in (own, gradient_of(own))]
         tensors += state_of_optimizers(own_tensors(engine.model))
         plain = [plain_storage(one, self._kind) for one in tensors if one is not None]
-        found = [storage for storage in (*plain, *engine.left_over_storages()) if storage is not None]
+        found = [storage for storage in (*plain, *engine.segment.left_over_storages()) if storage is not None]
         every, own = census(self._kind, 1), {storage_identity(storage): storage for storage in found}
         self._met = {key: one for key, one in self._met.items() if key in every and one() is every[key]}
         counted = {key: one for key, one in every.items() if one.nbytes() >= LEAST_BYTES or key in self._met} | own

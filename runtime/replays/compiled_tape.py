@@ -24,7 +24,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from poochplan.errors import NativeError
-from poochplan.formats.plan import Instructions, PointActions
+from poochplan.formats.plan import Decision, Instructions, PointActions
 from poochplan.guard import users
 from poochplan.native import run_beside
 from poochplan.runtime.arena.library import ALLOCATOR, TorchBuild
@@ -173,8 +173,10 @@ class PlanToFollow(Protocol):
     @property
     def at_use(self) -> Sequence[PointActions | None]: ...
 
-    def plain_saves(self) -> Iterable[tuple[torch.dtype, Sequence[int], int, int, str, bool]]:
-        """Of each value its dtype, shape, bytes, last handle and name, and whether it is only kept at its save."""
+    def expected_saves(self) -> Iterable[tuple[torch.dtype, Sequence[int], int, int, str, Decision | None, bool]]:
+        """Of each value its dtype, shape, bytes, last handle and name; its decision, if its save may be noted without
+        the engine; and whether the plan acts there.
+        """
 
 
 _POINTS = weakref.WeakKeyDictionary[PlanToFollow, Any]()
@@ -186,10 +188,10 @@ def _class_of(module: Any) -> Callable[[str], Any]:
         found = _POINTS.get(plan)
         if found is None:
             found = _POINTS[plan] = module.PlannedPoints()
-            for save in plan.plain_saves():
+            for save in plan.expected_saves():
                 found.add_save(*save)
             found.handles, found.uses = plan.instructions.handles, plan.instructions.uses
-            found.plain_uses = [actions is None for actions in plan.at_use]
+            found.acting_uses = [actions is not None for actions in plan.at_use]
         return found
 
     class KeptValues(module.KeptValues):  # type: ignore[misc]  # known once it is built

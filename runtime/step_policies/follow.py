@@ -200,8 +200,7 @@ class Follow(StepPolicy):
             self._sources = [(until, source) for until, source in self._sources if until >= index]
         if self._plan.last_handles[index] >= 0:
             self._to_come[self._plan.last_handles[index]] = value
-        planned = self._plan.at_save[index]
-        actions = NOTHING if planned is None else self._resolved(planned)
+        actions = self.planned_at_save(index)
         # No op after the last save is replayed, and backward must not run under the recorder.
         return actions._replace(record=False) if index == self._last else actions
 
@@ -218,7 +217,14 @@ class Follow(StepPolicy):
         if value is not None:
             self._bind(value, index)
             self._sources.append((self._planned[index].until, value))
+        return self.planned_at_save(index)
+
+    def planned_at_save(self, index: int) -> Actions:
         planned = self._plan.at_save[index]
+        return NOTHING if planned is None else self._resolved(planned)
+
+    def planned_at_use(self, number: int) -> Actions:
+        planned = self._plan.at_use[number]
         return NOTHING if planned is None else self._resolved(planned)
 
     def at_use(self, number: int, handle: SavedHandle, saves: int) -> Actions:
@@ -228,8 +234,7 @@ class Follow(StepPolicy):
             self._passed_uses(number, handle, saves)
             found = differs_at_use(self._plan.instructions, number, handle.ordinal, saves, exact=self._plan.exact)
             raise self._differs(found)
-        planned = self._plan.at_use[number]
-        return NOTHING if planned is None else self._resolved(planned)
+        return self.planned_at_use(number)
 
     def _resolved(self, planned: PointActions) -> Actions:
         alive = self._alive
@@ -308,12 +313,15 @@ class IndexedPlan:
         """Made in the first step that leaves something out."""
         return Gaps(self.instructions)
 
-    def plain_saves(self) -> Iterator[tuple[torch.dtype, Sequence[int], int, int, str, bool]]:
-        """Of each value its dtype, shape, bytes, last handle and name, and whether it is only kept at its save."""
-        busy = {0, len(self.dtypes) - 1, *self.sources, *(source.until + 1 for source in self.sources.values())}
+    def expected_saves(self) -> Iterator[tuple[torch.dtype, Sequence[int], int, int, str, Decision | None, bool]]:
+        """Of each value its dtype, shape, bytes, last handle and name; its decision, if its save may be noted without
+        the engine; and whether the plan acts there.
+        """
+        engines = {0, len(self.dtypes) - 1, *self.sources, *(source.until + 1 for source in self.sources.values())}
         for number, value in enumerate(self.instructions.values):
-            is_plain = value.decision is Decision.KEEP and self.at_save[number] is None and number not in busy
-            yield self.dtypes[number], value.shape, value.size_bytes, self.last_handles[number], value.name, is_plain
+            decision, acts = None if number in engines else value.decision, self.at_save[number] is not None
+            size_bytes, last = value.size_bytes, self.last_handles[number]
+            yield self.dtypes[number], value.shape, size_bytes, last, value.name, decision, acts
 
     def is_resized(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether the tensor is the planned value of this save point, but for its size."""

@@ -77,10 +77,18 @@ class StepPolicy:
         return NOTHING
 
     def followed(self) -> Any:
-        """If the rest of the segment needs this policy only where something happens: the plan, its values that are
-        saved, and those that expect another handle. Else None.
+        """If the rest of the segment needs this policy only where the plan acts: the plan, its values that are saved,
+        and those that expect another handle. Else None.
         """
         return None
+
+    def planned_at_save(self, index: int) -> Actions:
+        """What :meth:`at_save` returns, for a value that has been noted: see ``native/kept.h``."""
+        return NOTHING
+
+    def planned_at_use(self, number: int) -> Actions:
+        """What :meth:`at_use` returns, in the same way."""
+        return NOTHING
 
     def saved(self, index: int | None, ordinal: int, tensor: torch.Tensor, record: StorageRecord) -> Decision:
         """Decides about a tensor whose storage is not a live value yet, and which gets the ``ordinal``-th handle of the

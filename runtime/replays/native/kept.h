@@ -1,12 +1,13 @@
-// Saves and uses at points where a plan does nothing: one call each, without a lock, for values that stay.
+// Saves and uses that are as planned: one call each. Where the plan acts, the engine is called for the actions alone.
 //
-// It does what Engine.pack, Follow and Engine.unpack do there. Whatever is not exactly as planned, and whatever has
-// an action, is theirs: then the result is None, and nothing has been changed.
+// It does what Engine.pack, Follow and Engine.unpack do there. Whatever is not exactly as planned is theirs: then the
+// result is None, and nothing has been changed.
 
 #pragma once
 
 #include "replays.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/TracerMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -18,30 +19,32 @@
 
 namespace pooch {
 
-// A saved value of a plan. It is `plain` if it is kept, and nothing happens where it is saved.
+// A saved value of a plan; whether the plan acts where it is saved. Without a decision that save is the engine's.
 struct PlannedSave {
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   Sizes sizes;
   int64_t size_bytes = 0, last_handle = -1;
   py::str name;
-  bool plain = false;
+  py::object decision;
+  bool acts = false;
 };
 
-// What a plan expects: saves, the save of each handle, the handle of each use, and the uses at which nothing happens.
+// What a plan expects: saves, the save of each handle, the handle of each use, and the uses at which it acts.
 struct PlannedPoints {
   std::vector<PlannedSave> saves;
   std::vector<int64_t> handles, uses;
-  std::vector<bool> plain_uses;
+  std::vector<bool> acting_uses;
 
   void add_save(const py::object& dtype, const std::vector<int64_t>& shape, int64_t size_bytes, int64_t last_handle,
-                py::str name, bool plain) {
+                py::str name, py::object decision, bool acts) {
     PlannedSave& one = saves.emplace_back();
     one.dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
     one.sizes.assign(shape.begin(), shape.end());
     one.size_bytes = size_bytes;
     one.last_handle = last_handle;
     one.name = std::move(name);
-    one.plain = plain;
+    one.decision = std::move(decision);
+    one.acts = acts;
   }
 };
 
@@ -67,6 +70,17 @@ class Names {
   POOCH_NAME(decision);
   POOCH_NAME(index);
   POOCH_NAME(compute);
+  POOCH_NAME(storage);
+  POOCH_NAME(state);
+  POOCH_NAME(beside);
+  POOCH_NAME(home);
+  POOCH_NAME(dtype);
+  POOCH_NAME(shape);
+  POOCH_NAME(stride);
+  POOCH_NAME(offset);
+  POOCH_NAME(acts_at_save);
+  POOCH_NAME(acts_at_use);
+  POOCH_NAME(resident);
   POOCH_NAME(owner);
   POOCH_NAME(watched);
 #undef POOCH_NAME
@@ -103,12 +117,17 @@ class KeptValues {
   bool was_asked = false;  // the call that comes next is one that has just been answered with None
   bool is_off = false;  // no save is of the session's steps
 
-  KeptValues(Tape* tape, py::object value_class, py::object handle_class, py::object keep, py::object audit,
-             py::object point, py::object device, int64_t index)
+  // `classes` are those of values, handles and geometries, the decision to keep, and the states of values that are on
+  // the device; `engine` is a weak reference.
+  KeptValues(Tape* tape, py::tuple classes, py::object engine, py::object audit, py::object point, py::object device,
+             int64_t index)
       : tape_(tape),
-        value_class_(std::move(value_class)),
-        handle_class_(std::move(handle_class)),
-        keep_(std::move(keep)),
+        value_class_(classes[0]),
+        handle_class_(classes[1]),
+        geometry_class_(classes[2]),
+        keep_(classes[3]),
+        states_(classes[4]),
+        engine_(std::move(engine)),
         audit_(std::move(audit)),
         point_(std::move(point)),
         device_(std::move(device)),
@@ -131,7 +150,7 @@ class KeptValues {
   // Nothing of the session's is held any more.
   void close() {
     leave();
-    audit_ = point_ = device_ = py::none();
+    engine_ = audit_ = point_ = device_ = py::none();
   }
 
   bool follows() const { return planned_ != nullptr; }
@@ -174,15 +193,16 @@ class KeptValues {
     }
     const Clock clock(seconds_);
     const py::object found = attribute(given, name.tensor);
-    if (THPVariable_Unpack(found.ptr()).is_inference() ||
-        version_of(THPVariable_Unpack(found.ptr())) != number_of(given, name.version) ||
-        !attribute(given, name.geometry).is_none() || !attribute(given, name.shell).is_none()) {
+    const at::Tensor& held = THPVariable_Unpack(found.ptr());
+    if (held.is_inference() || version_of(held) != number_of(given, name.version) ||
+        !attribute(given, name.shell).is_none()) {
       return py::none();
     }
-    if (attribute(given, name.value).is_none()) {
-      return found;
+    const py::object value = attribute(given, name.value), geometry = attribute(given, name.geometry);
+    if (!value.is_none() && !attribute(given, name.used).is(py::bool_(true)) && !is_used(given)) {
+      return py::none();
     }
-    return attribute(given, name.used).is(py::bool_(true)) || is_used(given) ? found : py::none();
+    return geometry.is_none() ? found : wrapped(counted(held, on(resident(value, held.device()), geometry)));
   }
 
  private:
@@ -244,8 +264,12 @@ class KeptValues {
       return py::none();
     }
     const PlannedSave& planned = planned_->saves[index];
-    if (!planned.plain || planned.dtype != tensor.scalar_type() || planned.sizes != tensor.sizes() ||
+    if (planned.decision.is_none() || planned.dtype != tensor.scalar_type() || planned.sizes != tensor.sizes() ||
         planned.size_bytes != static_cast<int64_t>(storage->nbytes())) {
+      return py::none();
+    }
+    const bool stays = planned.decision.is(keep_);
+    if (!stays && called(audit_.attr("is_kept"), py::int_(index), wrapped(tensor)).is(py::bool_(true))) {
       return py::none();
     }
     set_number(segment_, name.saves, index + 1);
@@ -254,13 +278,12 @@ class KeptValues {
     set_number(segment_, name.saved_bytes, number_of(segment_, name.saved_bytes) + planned.size_bytes);
     record->save_point = index;
     comes_to(index + 1, index + 1);
-    const at::Tensor held = alias(tensor);
-    const py::object probe = wrapped(held), version = py::int_(version_of(tensor)), none = py::none();
-    const py::object place = py::int_(index);
+    const at::Tensor held = stays ? alias(tensor) : probe_of(tensor);
+    const py::object probe = wrapped(held), version = py::int_(version_of(tensor));
+    const py::object geometry = stays ? py::object(py::none()) : geometry_of(tensor), place = py::int_(index);
     const py::object value = called(
-        value_class_, keep_, py::cast(record), py::int_(record->generation()), probe, version, none,
-        py::int_(planned.size_bytes), as_python(tensor.storage()), compute(tensor.device()), place,
-        planned.name);
+        value_class_, planned.decision, py::cast(record), py::int_(record->generation()), probe, version, geometry,
+        py::int_(planned.size_bytes), as_python(tensor.storage()), compute(tensor.device()), place, planned.name);
     attach(*record, value, record->generation(), Probe(held));
     record->packed = true;
     values_[place] = record->value;
@@ -268,24 +291,110 @@ class KeptValues {
     if (planned.last_handle >= 0) {
       to_come_[py::int_(planned.last_handle)] = value;
     }
-    return called(
-        handle_class_, probe, version, none, value, lease, attribute(segment_, name.number), py::int_(ordinal));
+    const py::object made = called(
+        handle_class_, probe, version, geometry, value, lease, attribute(segment_, name.number), py::int_(ordinal));
+    if (!stays || planned.acts) {
+      acts(name.acts_at_save, value);
+    }
+    return made;
   }
 
-  // A handle of a kept value that has been saved before, by the same or another tensor of its storage.
+  // A handle of a value that has been saved before, by the same or another tensor of its storage.
   py::object another(const at::Tensor& tensor, const Record& record, int64_t wanted, int64_t ordinal,
                      const py::object& lease) {
     const Names& name = names();
     const py::object value = record.value ? record.value() : py::object(py::none());
     if (value.is_none() || record.save_point != wanted || !record.value_probe->unwritten() ||
-        !attribute(value, name.decision).is(keep_) || attribute(value, name.index).is_none()) {
+        attribute(value, name.index).is_none()) {
       return py::none();
+    }
+    const bool stays = attribute(value, name.decision).is(keep_);
+    if (!stays) {
+      const Busy busy(*this);
+      called(audit_.attr("saved_again"), value, wrapped(tensor));
     }
     set_number(segment_, name.packs, ordinal + 1);
     lets_come(ordinal);
     return called(
-        handle_class_, wrapped(alias(tensor)), py::int_(version_of(tensor)), py::none(), value, lease,
-        attribute(segment_, name.number), py::int_(ordinal));
+        handle_class_, wrapped(stays ? alias(tensor) : probe_of(tensor)), py::int_(version_of(tensor)),
+        stays ? py::object(py::none()) : geometry_of(tensor), value, lease, attribute(segment_, name.number),
+        py::int_(ordinal));
+  }
+
+  // Has the engine act; its ops are not the step's.
+  py::object acts(const py::object& what, const py::object& on) {
+    const py::object engine = called(engine_);
+    const Busy busy(*this);
+    PyObject* found = PyObject_CallMethodOneArg(engine.ptr(), what.ptr(), on.ptr());
+    if (found == nullptr) {
+      throw py::error_already_set();
+    }
+    return py::reinterpret_steal<py::object>(found);
+  }
+
+  class Busy {
+   public:
+    explicit Busy(KeptValues& of) : of_(of), was_paused_(std::exchange(paused(), true)) { of_.is_busy = true; }
+    Busy(const Busy&) = delete;
+    Busy& operator=(const Busy&) = delete;
+    ~Busy() {
+      of_.is_busy = false;
+      paused() = was_paused_;
+    }
+
+   private:
+    KeptValues& of_;
+    bool was_paused_;
+  };
+
+  // A tensor without memory, which shares the version counter.
+  static at::Tensor probe_of(const at::Tensor& tensor) {
+    const c10::Storage none(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, tensor.device()), nullptr, false);
+    return counted(tensor, Geometry(tensor.scalar_type(), {0}, {1}, 0).on(none));
+  }
+
+  py::object geometry_of(const at::Tensor& tensor) const {
+    const auto sizes = tensor.sizes(), strides = tensor.strides();
+    py::tuple shape(sizes.size()), stride(strides.size());
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      shape[i] = sizes[i];
+      stride[i] = strides[i];
+    }
+    return called(
+        geometry_class_, py::cast(tensor.scalar_type()), shape, stride, py::int_(tensor.storage_offset()));
+  }
+
+  static at::Tensor on(const c10::Storage& storage, const py::object& geometry) {
+    const Names& name = names();
+    const auto type = reinterpret_cast<THPDtype*>(attribute(geometry, name.dtype).ptr())->scalar_type;
+    return Geometry(type, sizes_of(attribute(geometry, name.shape)), sizes_of(attribute(geometry, name.stride)),
+                    number_of(geometry, name.offset)).on(storage);
+  }
+
+  static Sizes sizes_of(const py::tuple& numbers) {
+    Sizes found;
+    for (const auto& one : numbers) {
+      found.push_back(PyLong_AsLongLong(one.ptr()));
+    }
+    return found;
+  }
+
+  // The tensor with the version counter of the other.
+  static at::Tensor counted(const at::Tensor& other, at::Tensor tensor) {
+    tensor.unsafeGetTensorImpl()->set_version_counter(other.unsafeGetTensorImpl()->version_counter());
+    return tensor;
+  }
+
+  // The value's device storage, filled: at once where nothing is to be waited for, fetched or compared.
+  c10::Storage resident(const py::object& value, c10::Device where) {
+    const Names& name = names();
+    const py::object state = attribute(value, name.state), home = attribute(value, name.home);
+    const bool is_there = state.is(states_[0]) || state.is(states_[1]);
+    const py::object storage = is_there && attribute(value, name.beside).is_none() &&
+            (home.is_none() || home.is(compute(where)))
+        ? attribute(value, name.storage)
+        : acts(name.resident, value);
+    return torch::createStorage(storage.ptr());
   }
 
   void lets_come(int64_t ordinal) {
@@ -320,7 +429,7 @@ class KeptValues {
     return compute_;
   }
 
-  // Whether the handle's first use is the planned one, where nothing happens. It is counted.
+  // Whether the handle's first use is the planned one. It is counted, and what the plan does there is done.
   bool is_used(const py::handle& given) {
     const Names& name = names();
     if (!planned_ || !to_come_.empty() || !attribute(segment_, name.used).is(py::bool_(true)) ||
@@ -329,8 +438,7 @@ class KeptValues {
       return false;
     }
     const int64_t use = number_of(segment_, name.uses);
-    if (use >= static_cast<int64_t>(planned_->uses.size()) || !planned_->plain_uses[use] ||
-        planned_->uses[use] != number_of(given, name.ordinal)) {
+    if (use >= static_cast<int64_t>(planned_->uses.size()) || planned_->uses[use] != number_of(given, name.ordinal)) {
       return false;
     }
     PyObject_SetAttr(given.ptr(), name.used.ptr(), Py_True);
@@ -338,11 +446,16 @@ class KeptValues {
     if (!point_.is_none()) {
       called(point_, py::int_(number_of(segment_, name.saves) + use + 1));
     }
+    if (planned_->acting_uses[use]) {
+      acts(name.acts_at_use, py::int_(use));
+    }
     return true;
   }
 
   Tape* tape_;
-  py::object value_class_, handle_class_, keep_, audit_, point_, device_, segment_, compute_;
+  py::object value_class_, handle_class_, geometry_class_, keep_;
+  py::tuple states_;
+  py::object engine_, audit_, point_, device_, segment_, compute_;
   c10::Stream stream_{c10::Stream::DEFAULT, c10::Device(c10::DeviceType::CPU)};
   int64_t index_;
   std::shared_ptr<PlannedPoints> planned_;

@@ -111,6 +111,9 @@ struct Geometry {
         strides(tensor.strides().begin(), tensor.strides().end()),
         offset(tensor.storage_offset()) {}
 
+  Geometry(c10::ScalarType of, Sizes shape, Sizes stride, int64_t first)
+      : dtype(of), sizes(std::move(shape)), strides(std::move(stride)), offset(first) {}
+
   // Bytes of a storage.
   Geometry(int64_t begin, int64_t end) : dtype(at::kByte), sizes{end - begin}, strides{1}, offset(begin) {}
 

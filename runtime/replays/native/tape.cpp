@@ -9,8 +9,6 @@ namespace pooch {
 
 // The tape of this thread. It stays when its session is over: then it is off.
 static thread_local Tape* here = nullptr;
-// Whether this thread runs a hook of a session, whose ops are not the step's.
-static thread_local bool paused = false;
 
 // Records the op, unless it is a view. What of ours raises here ends recording: the user's op runs in any case.
 static Running begin(Tape& tape, const c10::OperatorHandle& handle, const Stack& stack) {
@@ -64,7 +62,7 @@ class End {
 static void fallback(const c10::OperatorHandle& handle, DispatchKeySet keys, Stack* stack) {
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, KEY);
   Tape* tape = here;
-  if (tape == nullptr || !tape->is_on || paused) {
+  if (tape == nullptr || !tape->is_on || paused()) {
     handle.redispatchBoxed(below, stack);
     return;
   }
@@ -188,7 +186,7 @@ PYBIND11_MODULE(tape, m) {
       .def_readwrite("listener", &Tape::listener)
       .def_property("is_on", [](const Tape& tape) { return tape.is_on.load(); },
                     [](Tape& tape, bool is_on) { tape.is_on = is_on; })
-      .def_property("is_paused", [](const Tape&) { return paused; }, [](Tape&, bool is_so) { paused = is_so; })
+      .def_property("is_paused", [](const Tape&) { return paused(); }, [](Tape&, bool is_so) { paused() = is_so; })
       .def("begin_window", &Tape::begin_window)
       .def("come", &come)
       .def("go", &go)
@@ -209,10 +207,10 @@ PYBIND11_MODULE(tape, m) {
       .def(py::init<>())
       .def_readwrite("handles", &PlannedPoints::handles)
       .def_readwrite("uses", &PlannedPoints::uses)
-      .def_readwrite("plain_uses", &PlannedPoints::plain_uses)
+      .def_readwrite("acting_uses", &PlannedPoints::acting_uses)
       .def("add_save", &PlannedPoints::add_save);
   py::class_<KeptValues>(m, "KeptValues")
-      .def(py::init<Tape*, py::object, py::object, py::object, py::object, py::object, py::object, int64_t>(),
+      .def(py::init<Tape*, py::tuple, py::object, py::object, py::object, py::object, int64_t>(),
            py::keep_alive<1, 2>())
       .def_readwrite("is_busy", &KeptValues::is_busy)
       .def_readwrite("is_off", &KeptValues::is_off)

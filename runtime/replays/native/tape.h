@@ -54,6 +54,12 @@ inline bool is_plain(const at::Tensor& tensor, c10::DeviceType where) {
       tensor.storage().nbytes() > 0;
 }
 
+// Whether this thread runs a hook of a session, whose ops are not the step's.
+inline bool& paused() {
+  static thread_local bool found = false;
+  return found;
+}
+
 constexpr const char* INTERRUPTED = "KeyboardInterrupt";
 
 class Tape {

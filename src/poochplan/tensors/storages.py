@@ -63,7 +63,7 @@ class Geometry(msgspec.Struct, frozen=True, gc=False):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
         """The geometry of a tensor. Equal ones are one object: a step asks for thousands, and few differ."""
-        return _geometry(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return geometry(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor of this geometry on ``storage``, detached from any graph. No memory is taken."""
@@ -71,7 +71,7 @@ class Geometry(msgspec.Struct, frozen=True, gc=False):
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
-_geometry = functools.lru_cache(4096)(Geometry)
+geometry = functools.lru_cache(4096)(Geometry)
 
 
 def new_storage(size_bytes: int, where: torch.device) -> torch.UntypedStorage:

@@ -21,7 +21,7 @@ Resized = Callable[[torch.UntypedStorage, int], None]
 
 
 def sharded_units(model: torch.nn.Module) -> Iterator[Any]:
-    """FSDP2's states of a model's units, each once. Each step calls it; where nothing is sharded it looks at no module."""
+    """FSDP2's states of a model's units, each once. Each step calls it; where none is sharded it looks at none."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded: type | None = getattr(fsdp, "FSDPModule", None)
     if sharded is None or not sharded.__subclasses__():  # each class of modules that is sharded gets one
