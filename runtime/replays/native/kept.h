@@ -5,9 +5,9 @@
 
 #pragma once
 
+#include "names.h"
 #include "replays.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/TracerMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -47,57 +47,6 @@ struct PlannedPoints {
     one.acts = acts;
   }
 };
-
-class Names {
- public:
-#define POOCH_NAME(name) const py::object name = py::reinterpret_steal<py::object>(PyUnicode_InternFromString(#name))
-  POOCH_NAME(saves);
-  POOCH_NAME(packs);
-  POOCH_NAME(uses);
-  POOCH_NAME(saved_values);
-  POOCH_NAME(saved_bytes);
-  POOCH_NAME(used);
-  POOCH_NAME(raised);
-  POOCH_NAME(number);
-  POOCH_NAME(lease);
-  POOCH_NAME(value);
-  POOCH_NAME(geometry);
-  POOCH_NAME(shell);
-  POOCH_NAME(tensor);
-  POOCH_NAME(version);
-  POOCH_NAME(segment);
-  POOCH_NAME(ordinal);
-  POOCH_NAME(decision);
-  POOCH_NAME(index);
-  POOCH_NAME(compute);
-  POOCH_NAME(storage);
-  POOCH_NAME(state);
-  POOCH_NAME(beside);
-  POOCH_NAME(home);
-  POOCH_NAME(dtype);
-  POOCH_NAME(shape);
-  POOCH_NAME(stride);
-  POOCH_NAME(offset);
-  POOCH_NAME(acts_at_save);
-  POOCH_NAME(acts_at_use);
-  POOCH_NAME(resident);
-  POOCH_NAME(owner);
-  POOCH_NAME(watched);
-#undef POOCH_NAME
-};
-
-inline const Names& names() {
-  static const auto& found = *new Names();
-  return found;
-}
-
-inline py::object attribute(const py::handle& of, const py::object& name) {
-  PyObject* found = PyObject_GetAttr(of.ptr(), name.ptr());
-  if (found == nullptr) {
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::object>(found);
-}
 
 inline int64_t number_of(const py::handle& of, const py::object& name) {
   return PyLong_AsLongLong(attribute(of, name).ptr());

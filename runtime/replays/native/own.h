@@ -2,17 +2,17 @@
 
 #pragma once
 
+#include "names.h"
 #include "tape.h"
 
-#include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace pooch {
 
 // Calls `take` with each value of a mapping of a module's.
 template <typename Take>
-void each_of(const py::object& module, const char* name, Take take) {
-  const py::object found = module.attr(name);
+void each_of(const py::object& module, const py::object& name, Take take) {
+  const py::object found = attribute(module, name);
   if (PyDict_Check(found.ptr())) {
     PyObject *key, *value;
     Py_ssize_t at = 0;
@@ -72,9 +72,9 @@ inline py::tuple look_at(Tape& tape, const py::object& model) {
     const py::object module = std::move(pending.back());
     pending.pop_back();
     if (seen.insert(module.ptr()).second) {
-      each_of(module, "_parameters", take);
-      each_of(module, "_buffers", take);
-      each_of(module, "_modules", [&](const py::object& child) {
+      each_of(module, names()._parameters, take);
+      each_of(module, names()._buffers, take);
+      each_of(module, names()._modules, [&](const py::object& child) {
         if (!child.is_none()) {
           pending.push_back(child);
         }
