@@ -42,7 +42,8 @@ class SavedValue(msgspec.Struct, eq=False, weakref=True):
     """
 
     decision: Decision
-    record: StorageRecord
+    record: Any
+    """Its ``StorageRecord``, of either tape; None for one that the compiled hooks have noted and that stays."""
     generation: int
     probe: torch.Tensor
     """It shares the value's version counter. For a value that is kept it is also the first handle's tensor."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,23 @@ def test_a_stream_that_nothing_of_today_is_of_is_not_waited_for(device: CudaDevi
     copy.wait()
     del copy
     assert list(device.compute.seen) == [torch.cuda.current_stream(WHERE).cuda_stream]
+
+
+@pytest.mark.parametrize("weights", [(1, 0, 0), (0, 1, 0)])
+def test_a_saved_value_belongs_to_the_stream_on_which_it_was_saved(weights: tuple[int, int, int]) -> None:
+    case = CASES["two_streams_wait"]
+    followed, (model, step, _) = random_plan(case.profile(), 0, weights), case.fresh()
+    saved_on: list[int] = []
+    with poochplan.apply(followed, model, meter="never") as session:
+        for _ in range(2):
+            loss, homes = step(), set[int]()
+            for record in session._attachment.engine.tape.registered():
+                value: Any = record.value() if record.value is not None else None
+                if value is not None and value.home is not None:
+                    homes.add(value.home.stream.cuda_stream)
+            loss.backward()  # type: ignore[no-untyped-call]
+            saved_on.append(len(homes))
+    assert saved_on == [2, 2], "what forward runs on the side stream is of that"
 
 
 def test_new_buffers_are_not_filled_where_algorithms_are_deterministic(device: CudaDevice) -> None:

@@ -91,6 +91,11 @@ class KeptValues {
   }
 
   void leave() {
+    if (segment_) {
+      const Names& name = names();
+      set_number(segment_, name.saved_values, number_of(segment_, name.saved_values) + std::exchange(saved_values_, 0));
+      set_number(segment_, name.saved_bytes, number_of(segment_, name.saved_bytes) + std::exchange(saved_bytes_, 0));
+    }
     planned_.reset();
     segment_ = compute_ = py::object();
     values_ = to_come_ = py::reinterpret_steal<py::dict>(py::handle());
@@ -223,15 +228,15 @@ class KeptValues {
     }
     set_number(segment_, name.saves, index + 1);
     set_number(segment_, name.packs, ordinal + 1);
-    set_number(segment_, name.saved_values, number_of(segment_, name.saved_values) + 1);
-    set_number(segment_, name.saved_bytes, number_of(segment_, name.saved_bytes) + planned.size_bytes);
+    saved_values_ += 1;
+    saved_bytes_ += planned.size_bytes;
     record->save_point = index;
     comes_to(index + 1, index + 1);
     const at::Tensor held = stays ? alias(tensor) : probe_of(tensor);
     const py::object probe = wrapped(held), version = py::int_(version_of(tensor));
-    const py::object geometry = stays ? py::object(py::none()) : geometry_of(tensor), place = py::int_(index);
+    const py::object none = py::none(), place = py::int_(index), geometry = stays ? none : geometry_of(tensor);
     const py::object value = called(
-        value_class_, planned.decision, py::cast(record), py::int_(record->generation()), probe, version, geometry,
+        value_class_, planned.decision, stays ? none : py::cast(record), py::int_(record->generation()), probe, version, geometry,
         py::int_(planned.size_bytes), as_python(tensor.storage()), compute(tensor.device()), place, planned.name);
     attach(*record, value, record->generation(), Probe(held));
     record->packed = true;
@@ -409,6 +414,7 @@ class KeptValues {
   int64_t index_;
   std::shared_ptr<PlannedPoints> planned_;
   py::dict values_, to_come_;
+  int64_t saved_values_ = 0, saved_bytes_ = 0;  // which the segment does not know yet
   double seconds_ = 0.0;
 };
 
