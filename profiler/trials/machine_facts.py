@@ -49,7 +49,7 @@ UNMEASURED = "unmeasured"
 """The name of a link that is still to be measured."""
 _OWN = "call_s"
 """In ``unmeasured``, if only the costs of the step's own handles are known."""
-VERSION = 6
+VERSION = 7
 """Version of how costs are measured; files of other versions are measured anew."""
 COLUMNS, LAYERS_OF_ONE_ROW, LAYERS, ROWS, DTYPE = 512, 100, 20, 63, torch.float64
 """Swapping is timed on a few values of 252 KiB. They are large enough that their pages return to the system, as those
