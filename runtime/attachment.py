@@ -142,8 +142,8 @@ class Attachment:
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 hooks = self._until_let_go(*hooks)
             takes = None if self.guard is None else self.guard.takes
-            self._hooks = uncompiled_hooks(*hooks, partial(self.engine.kept.before, takes=takes))
-            self._held.callback(self.engine.kept.close)
+            self._hooks = uncompiled_hooks(*hooks, partial(self.engine.planned.before, takes=takes))
+            self._held.callback(self.engine.planned.close)
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(stand_aside(self._hooks))
             stack.callback(self._unhook)
@@ -163,12 +163,12 @@ class Attachment:
         for model in self.models.values():
             self._observing.enter_context(around_calls(model, ends=self._forward_ends))
         self._observing.enter_context(intercept_autograd(guarded_around(self._around_backward)))
-        self.engine.kept.is_off = False
+        self.engine.planned.is_off = False
         self._hooks.__enter__()
 
     def _unhook(self) -> None:
         self._observing.close()
-        self.engine.kept.is_off = True
+        self.engine.planned.is_off = True
         if threading.get_ident() == self._thread:  # on another thread they cannot be removed
             self.take_hooks_off()
 

@@ -360,7 +360,7 @@ def _planned(network: _Network, decisions: list[Decision], record: bool) -> Iter
     instructions = msgspec.structs.replace(instructions_for(network.profile, decisions), record_from_start=record)
     try:
         engine = Engine(AlwaysFollow(instructions), device, model)
-        pack, unpack = engine.kept.before(engine.pack, engine.unpack)
+        pack, unpack = engine.planned.before(engine.pack, engine.unpack)
 
         def planned() -> _Seconds:
             seconds = _Seconds()

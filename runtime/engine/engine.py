@@ -97,7 +97,7 @@ class Engine:
         self.audit = Audit(device.where)
         self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed, self.audit, events, self.tape)
         point = None if events.point is NO_EVENTS.point else events.point
-        self.kept = self.tape.kept_values(CLASSES, weakref.ref(self), self.audit, point, device, self._index)
+        self.planned = self.tape.planned_hooks(CLASSES, weakref.ref(self), self.audit, point, device, self._index)
         self._chooser = chooser
         self._policy: StepPolicy | None = None
         self.model = model
@@ -172,7 +172,7 @@ class Engine:
 
     def end(self) -> None:
         """The open segment ends; handles that are still held stay usable."""
-        self.kept.leave()
+        self.planned.leave()
         self.recorder.switch_off()
         if self.cursor.is_open:
             self._events.over(self.segment)
@@ -182,7 +182,7 @@ class Engine:
     def stand_aside(self) -> None:
         """The open segment ends here, and no other begins. Its handles stay usable."""
         self.is_aside = True
-        self.kept.leave()
+        self.planned.leave()
         try:
             self.recorder.leave_stack()
             self.end()
@@ -193,7 +193,7 @@ class Engine:
     def tell_end(self) -> None:
         """The last segment is over, and its report is final."""
         self.mechanism.take_times()
-        self.segment.report.hooks_s += self.kept.take_seconds()
+        self.segment.report.hooks_s += self.planned.take_seconds()
         if self.segment.number:
             self._events.ended(self.segment)
 
@@ -237,24 +237,23 @@ class Engine:
 
     def pack(self, tensor: torch.Tensor) -> SavedHandle:
         """Forward saves ``tensor``. Returns the object that autograd holds in its place."""
-        kept: SavedHandle | None = self.kept.pack(tensor)
-        if kept is not None:
-            return kept
-        if self.is_aside:
-            return SavedHandle.untouched(tensor)
-        return self._timed(self._pack, tensor)
+        found: SavedHandle | None = self.planned.pack(tensor)
+        if found is not None:
+            return found
+        return SavedHandle.untouched(tensor) if self.is_aside else self._timed(self._pack, tensor)
 
     def _timed(self, hook: Callable[[Any], Any], given: Any) -> Any:
         """What the hook returns; users' modes do not see its ops."""
         start_s = time.perf_counter()
         with self._lock:
             was_paused, self.tape.is_paused = self.tape.is_paused, True
-            was_busy, self.kept.is_busy = self.kept.is_busy, True
+            self.planned.engine_runs(True)
             try:
                 with Unseen() if mode_count() else _NOTHING:
                     return hook(given)
             finally:
-                self.tape.is_paused, self.kept.is_busy = was_paused, was_busy
+                self.tape.is_paused = was_paused
+                self.planned.engine_runs(False)
                 self.segment.report.hooks_s += time.perf_counter() - start_s
 
     def _pack(self, whole: torch.Tensor) -> SavedHandle:
@@ -293,7 +292,7 @@ class Engine:
         if is_new or not isinstance(known, SavedValue):
             value = self._save(record, tensor)  # its first handle shares its fields
             if not self._own.absent:
-                self.kept.follow(segment, self.policy.followed)
+                self.planned.follow(segment, self.policy.followed)
             number, ordinal = segment.number, segment.packs - 1  # no local has the lease: a traceback would keep it
             first = value.probe, value.version, value.geometry, value
             return SavedHandle(*first, cursor.lease(), number, ordinal, shell=shell)
@@ -397,9 +396,9 @@ class Engine:
 
     def unpack(self, handle: SavedHandle) -> torch.Tensor:
         """Backward asks for a saved tensor: brings its value back if necessary."""
-        kept: torch.Tensor | None = self.kept.unpack(handle)
-        if kept is not None:
-            return kept
+        found: torch.Tensor | None = self.planned.unpack(handle)
+        if found is not None:
+            return found
         if self.is_aside:
             return self.rescued(handle)
         return self._timed(self._unpack, handle)
@@ -457,7 +456,7 @@ class Engine:
         if actions.record is not None:
             (self.recorder.switch_on if actions.record else self.recorder.switch_off)()
 
-    def acts_at_save(self, value: SavedValue) -> None:  # these three are called by native/kept.h
+    def acts_at_save(self, value: SavedValue) -> None:  # these three are called by native/planned_hooks.h
         with self._lock:
             actions = self.policy.planned_at_save(value.index or 0)
             if value.decision is Decision.RECOMPUTE:
@@ -479,7 +478,7 @@ class Engine:
 
     def _diverge(self, reason: Diverged) -> None:
         """The step is not the planned one from here on (Rule 8)."""
-        self.kept.leave()
+        self.planned.leave()
         reason.__traceback__ = None  # its frames hold values, and itself once their locals have been read
         try:
             self._policy, actions = self.policy.diverged(reason)

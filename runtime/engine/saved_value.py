@@ -259,4 +259,4 @@ class SavedHandle(msgspec.Struct, gc=False, eq=False):
 
 
 CLASSES = SavedValue, SavedHandle, geometry, Decision.KEEP, (ValueState.ON_DEVICE, ValueState.COPIED)
-"""What ``native/kept.h`` makes, and compares with."""
+"""What ``native/planned_hooks.h`` makes, and compares with."""

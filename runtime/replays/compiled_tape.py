@@ -194,9 +194,9 @@ def _class_of(module: Any) -> Callable[[str], Any]:
             found.acting_uses = [actions is not None for actions in plan.at_use]
         return found
 
-    class KeptValues(module.KeptValues):  # type: ignore[misc]  # known once it is built
+    class PlannedHooks(module.PlannedHooks):  # type: ignore[misc]  # known once it is built
         def follow(self, segment: object, followed: Callable[[], tuple[PlanToFollow, Any, Any] | None]) -> None:
-            """From here on, values that stay pass by one call where the segment is as planned and nothing happens.
+            """From here on, saves and uses that are as planned pass by them.
 
             ``followed`` gives the plan, its values that are saved, and those that expect another handle.
             """
@@ -205,7 +205,7 @@ def _class_of(module: Any) -> Callable[[str], Any]:
                 super().follow(segment, points_of(plan), *values)
 
         def before(self, pack: object, unpack: object, takes: Callable[[BaseException], bool] | None = None) -> Hooks:
-            """What autograd calls in place of the hooks: it calls them for all but values that stay. See ``hooks.h``.
+            """What autograd calls in place of the hooks, which get what is not as planned. See ``native/hooks.h``.
 
             ``takes``: says whether an error is ours, and to be hidden.
             """
@@ -218,9 +218,9 @@ def _class_of(module: Any) -> Callable[[str], Any]:
         def __del__(self) -> None:
             self.clear()
 
-        def kept_values(self, *of: Any) -> Any:
-            """Hooks for values that stay: see ``KeptValues`` in ``native/kept.h``."""
-            return KeptValues(self, *of)
+        def planned_hooks(self, *of: Any) -> Any:
+            """See ``native/planned_hooks.h``."""
+            return PlannedHooks(self, *of)
 
         def forget(self, is_held: Callable[[], bool] | None = None) -> None:
             super().forget(is_held)

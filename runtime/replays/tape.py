@@ -177,13 +177,16 @@ def default_generator(device_type: str, index: int | None) -> Generator:
     return backend_of(torch.device(device_type) if index is None else torch.device(device_type, index)).generator()
 
 
-class NoneKept:
-    """The tape of Python has no hooks of its own for values that stay: all saves and uses are the engine's."""
+class NoPlannedHooks:
+    """The tape of Python has no hooks of its own: all saves and uses are the engine's."""
 
-    is_busy = is_off = False
+    is_off = False
 
     def before(self, *hooks: Any, takes: object = None) -> Any:
         return hooks
+
+    def engine_runs(self, begins: bool) -> None:
+        pass
 
     def pack(self, tensor: torch.Tensor) -> None:
         return None
@@ -272,8 +275,8 @@ class Tape:
         self.own_ids = set(map(id, own))
         return 0, own
 
-    def kept_values(self, *_: object) -> Any:
-        return NoneKept()
+    def planned_hooks(self, *_: object) -> Any:
+        return NoPlannedHooks()
 
     def recipe(self, record: StorageRecord, generation: int) -> Recipe:
         """What the replay of this content needs; raises ``NotReplayable``."""

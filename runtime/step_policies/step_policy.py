@@ -83,7 +83,7 @@ class StepPolicy:
         return None
 
     def planned_at_save(self, index: int) -> Actions:
-        """What :meth:`at_save` returns, for a value that has been noted: see ``native/kept.h``."""
+        """What :meth:`at_save` returns, for a value that has been noted: see ``native/planned_hooks.h``."""
         return NOTHING
 
     def planned_at_use(self, number: int) -> Actions:

@@ -325,7 +325,7 @@ def _differing(where: torch.device) -> Iterator[str]:
         device = open_device(where)
         try:
             engine = Engine(AlwaysFollow(instructions), device, model)
-            with under(engine, model, *engine.kept.before(engine.pack, engine.unpack)):
+            with under(engine, model, *engine.planned.before(engine.pack, engine.unpack)):
                 found = gradients()
         finally:
             device.close()

@@ -1,20 +1,20 @@
-// What autograd calls in place of a session's hooks: the one call for values that stay, and the hook itself if that is
-// not enough. It is a type of its own, since a call by pybind takes several times as long.
+// What autograd calls in place of a session's hooks: PlannedHooks, and the hook itself for what that leaves to it. It is
+// a type of its own, since a call by pybind takes several times as long.
 
 #pragma once
 
-#include "kept.h"
+#include "planned_hooks.h"
 
 namespace pooch {
 
 struct Hook {
   PyObject_HEAD
-  PyObject* kept;   // of Python, with `way`
-  PyObject* hook;   // the session's
+  PyObject* planned;  // the `PlannedHooks`, which are `values` too
+  PyObject* hook;  // the session's
   PyObject* takes;  // says whether an error is ours, and the session stands aside; None if all are raised
   PyObject* tracer;  // gives the compiler's callback; None if the compiler is not there
   PyObject* saving;  // the tensors whose attributes are to come back, by identity: a dictionary
-  KeptValues* values;
+  PlannedHooks* values;
   bool packs;
 };
 
@@ -83,7 +83,7 @@ inline PyObject* call_hook(PyObject* self, PyObject* arguments, PyObject*) {
 inline int visit_hook(PyObject* self, visitproc visit, void* arg) {
   const Hook& one = *reinterpret_cast<Hook*>(self);
   Py_VISIT(Py_TYPE(self));
-  Py_VISIT(one.kept);
+  Py_VISIT(one.planned);
   Py_VISIT(one.hook);
   Py_VISIT(one.takes);
   Py_VISIT(one.tracer);
@@ -93,7 +93,7 @@ inline int visit_hook(PyObject* self, visitproc visit, void* arg) {
 
 inline int clear_hook(PyObject* self) {
   Hook& one = *reinterpret_cast<Hook*>(self);
-  Py_CLEAR(one.kept);
+  Py_CLEAR(one.planned);
   Py_CLEAR(one.hook);
   Py_CLEAR(one.takes);
   Py_CLEAR(one.tracer);
@@ -122,18 +122,18 @@ inline PyTypeObject* hook_type() {
   return type;
 }
 
-inline py::object hook_of(const py::object& kept, bool packs, const py::object& hook, const py::object& takes,
+inline py::object hook_of(const py::object& planned, bool packs, const py::object& hook, const py::object& takes,
                           const py::object& tracer, const py::dict& saving) {
   Hook* made = PyObject_GC_New(Hook, hook_type());
   if (made == nullptr) {
     throw py::error_already_set();
   }
-  made->kept = kept.inc_ref().ptr();
+  made->planned = planned.inc_ref().ptr();
   made->hook = hook.inc_ref().ptr();
   made->takes = takes.inc_ref().ptr();
   made->tracer = tracer.inc_ref().ptr();
   made->saving = saving.inc_ref().ptr();
-  made->values = kept.cast<KeptValues*>();
+  made->values = planned.cast<PlannedHooks*>();
   made->packs = packs;
   PyObject_GC_Track(made);
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(made));

@@ -209,17 +209,17 @@ PYBIND11_MODULE(tape, m) {
       .def_readwrite("uses", &PlannedPoints::uses)
       .def_readwrite("acting_uses", &PlannedPoints::acting_uses)
       .def("add_save", &PlannedPoints::add_save);
-  py::class_<KeptValues>(m, "KeptValues")
+  py::class_<PlannedHooks>(m, "PlannedHooks")
       .def(py::init<Tape*, py::tuple, py::object, py::object, py::object, py::object, int64_t>(),
            py::keep_alive<1, 2>())
-      .def_readwrite("is_busy", &KeptValues::is_busy)
-      .def_readwrite("is_off", &KeptValues::is_off)
-      .def_property_readonly("follows", &KeptValues::follows)
-      .def("follow", &KeptValues::follow)
-      .def("leave", &KeptValues::leave)
-      .def("close", &KeptValues::close)
-      .def("take_seconds", &KeptValues::take_seconds)
-      .def("pack", &KeptValues::pack)
-      .def("unpack", &KeptValues::unpack)
+      .def("engine_runs", &PlannedHooks::engine_runs)
+      .def_readwrite("is_off", &PlannedHooks::is_off)
+      .def_property_readonly("follows", &PlannedHooks::follows)
+      .def("follow", &PlannedHooks::follow)
+      .def("leave", &PlannedHooks::leave)
+      .def("close", &PlannedHooks::close)
+      .def("take_seconds", &PlannedHooks::take_seconds)
+      .def("pack", &PlannedHooks::pack)
+      .def("unpack", &PlannedHooks::unpack)
       .def("hook", &hook_of);
 }

@@ -156,6 +156,7 @@ class Tape {
     }
     kept_.clear();
     earlier_.clear();
+    owns_none();
   }
 
   void is_given(const std::vector<at::Tensor>& tensors) {

@@ -60,15 +60,14 @@ inline void set_number(const py::handle& of, const py::object& name, int64_t num
 }
 
 // State: the segment whose plan is followed, if one is, and what a segment has of Python's.
-class KeptValues {
+class PlannedHooks {
  public:
-  bool is_busy = false;  // a hook of Python's runs, perhaps on another thread
   bool was_asked = false;  // the call that comes next is one that has just been answered with None
   bool is_off = false;  // no save is of the session's steps
 
   // `classes` are those of values, handles and geometries, the decision to keep, and the states of values that are on
   // the device; `engine` is a weak reference.
-  KeptValues(Tape* tape, py::tuple classes, py::object engine, py::object audit, py::object point, py::object device,
+  PlannedHooks(Tape* tape, py::tuple classes, py::object engine, py::object audit, py::object point, py::object device,
              int64_t index)
       : tape_(tape),
         value_class_(classes[0]),
@@ -107,13 +106,16 @@ class KeptValues {
     engine_ = audit_ = point_ = device_ = py::none();
   }
 
+  // A hook of Python's begins or ends, perhaps on another thread.
+  void engine_runs(bool begins) { busy_ += begins ? 1 : -1; }
+
   bool follows() const { return planned_ != nullptr; }
 
   double take_seconds() { return std::exchange(seconds_, 0.0); }
 
   py::object pack(const py::handle& given) {
     const auto type = reinterpret_cast<PyObject*>(Py_TYPE(given.ptr()));
-    if (std::exchange(was_asked, false) || !planned_ || is_busy || (type != THPVariableClass && type != ParameterClass) ||
+    if (std::exchange(was_asked, false) || !planned_ || busy_ > 0 || (type != THPVariableClass && type != ParameterClass) ||
         torch::autograd::get_current_graph_task_id() != -1 || at::tracer::impl::is_dispatch_enabled() ||
         c10::impl::TorchDispatchModeTLS::any_modes_set(false)) {
       return py::none();
@@ -142,7 +144,7 @@ class KeptValues {
   py::object unpack(const py::handle& given) {
     const Names& name = names();
     if (std::exchange(was_asked, false) || reinterpret_cast<PyObject*>(Py_TYPE(given.ptr())) != handle_class_.ptr() ||
-        is_busy || tape_->is_on) {
+        busy_ > 0 || tape_->is_on) {
       return py::none();
     }
     const Clock clock(seconds_);
@@ -288,16 +290,16 @@ class KeptValues {
 
   class Busy {
    public:
-    explicit Busy(KeptValues& of) : of_(of), was_paused_(std::exchange(paused(), true)) { of_.is_busy = true; }
+    explicit Busy(PlannedHooks& of) : of_(of), was_paused_(std::exchange(paused(), true)) { of_.engine_runs(true); }
     Busy(const Busy&) = delete;
     Busy& operator=(const Busy&) = delete;
     ~Busy() {
-      of_.is_busy = false;
+      of_.engine_runs(false);
       paused() = was_paused_;
     }
 
    private:
-    KeptValues& of_;
+    PlannedHooks& of_;
     bool was_paused_;
   };
 
@@ -414,6 +416,7 @@ class KeptValues {
   int64_t index_;
   std::shared_ptr<PlannedPoints> planned_;
   py::dict values_, to_come_;
+  int busy_ = 0;  // hooks of Python's that run
   int64_t saved_values_ = 0, saved_bytes_ = 0;  // which the segment does not know yet
   double seconds_ = 0.0;
 };
