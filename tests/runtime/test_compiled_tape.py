@@ -15,13 +15,17 @@ import torch
 
 from poochplan import guard
 from poochplan.errors import NativeError
+from poochplan.planner.simulator.problem import Problem
+from poochplan.planner.simulator.simulate import simulate
 from poochplan.runtime.replays import compiled_tape
 from poochplan.runtime.replays.compiled_tape import LEAST_BYTES, TAPE, CompiledRecorder, build_beside, recording
 from poochplan.runtime.replays.replay import OFF, NotReplayable
 from poochplan.runtime.replays.tape import Recorder
+from tests.planner.plans import plan_with
 from tests.runtime.nets import CASES, Case, equal, in_core, our_warnings, train
 from tests.runtime.random_plans import random_plan
 from tests.runtime.tapes import COMPILED
+from tests.runtime.third_party_networks import NETWORKS, random_schedule
 
 pytestmark = [pytest.mark.cpu_device, pytest.mark.parametrize("tape", [COMPILED], indirect=True)]
 
@@ -57,6 +61,26 @@ def test_a_tensor_that_it_has_seen_dies_as_if_it_had_not(recorder: Any) -> None:
     assert recorder.tape.known(storage) is not None
     del storage
     assert dead() is None
+
+
+def test_what_comes_from_an_index_that_is_left_out_in_part_can_be_made_again(recorder: Any) -> None:
+    rows, index = torch.ones(2, 4, 3, 8), torch.zeros(1, dtype=torch.int64)
+    picked = rows[:, :, index]
+    made = picked * 2
+    del picked
+    record = recorder.tape.known(made.untyped_storage())
+    assert recorder.tape.recipe(record, record.generation) is not None
+
+
+def test_a_network_that_picks_its_heads_by_an_index_takes_what_is_promised() -> None:
+    case = NETWORKS["falcon"]
+    problem = Problem.of(case.profile())
+    schedule = random_schedule(case.profile(), problem, 0)
+    found, report = train(case, 3, plan_with(case.profile(), schedule), meter="always")
+    assert equal(found, in_core(case, 3))
+    assert report is not None
+    assert report.last_step.replayed_values > 0
+    assert report.total.peak_bytes == simulate(problem, schedule).peak_bytes
 
 
 def test_an_op_that_raises_passes_and_recording_goes_on(recorder: Any) -> None:

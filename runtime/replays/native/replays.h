@@ -110,7 +110,8 @@ class Run {
     Stack stack(op.arguments.begin(), op.arguments.end());
     std::vector<std::pair<int32_t, std::vector<IValue>>> lists;
     for (const auto& list : op.lists) {
-      lists.emplace_back(list.argument, std::vector<IValue>(list.size));
+      const IValue left_out = list.of->kind() == c10::TypeKind::TensorType ? IValue(at::Tensor()) : IValue();
+      lists.emplace_back(list.argument, std::vector<IValue>(list.size, left_out));
     }
     const auto put = [&](Slot slot, at::Tensor tensor) {
       if (slot.element < 0) {

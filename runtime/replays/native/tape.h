@@ -423,8 +423,7 @@ class Tape {
   }
 
   void take_tensor(Op& op, const at::Tensor& tensor, Slot slot) {
-    if (!tensor.defined()) {
-      op.usable = op.usable && slot.element < 0;
+    if (!tensor.defined()) {  // an optional argument, or an index that is left out
       return;
     }
     const bool is_number = tensor.dim() == 0 && is_plain(tensor, c10::DeviceType::CPU);
