@@ -141,8 +141,7 @@ class Attachment:
             hooks = self._guarded(*self._source.attached(self))
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 hooks = self._until_let_go(*hooks)
-            takes = None if self.guard is None else self.guard.takes
-            self._hooks = uncompiled_hooks(*hooks, partial(self.engine.planned.before, takes=takes))
+            self._hooks = uncompiled_hooks(*hooks, partial(self.engine.planned.before, guard=self.guard))
             self._held.callback(self.engine.planned.close)
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(stand_aside(self._hooks))

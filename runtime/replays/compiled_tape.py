@@ -25,7 +25,7 @@ import torch
 
 from poochplan.errors import NativeError
 from poochplan.formats.plan import Decision, Instructions, PointActions
-from poochplan.guard import users
+from poochplan.guard import Guard, users
 from poochplan.native import run_beside
 from poochplan.runtime.arena.library import ALLOCATOR, TorchBuild
 from poochplan.runtime.devices.backend import Generator
@@ -204,11 +204,17 @@ def _class_of(module: Any) -> Callable[[str], Any]:
                 plan, *values = found
                 super().follow(segment, points_of(plan), *values)
 
-        def before(self, pack: object, unpack: object, takes: Callable[[BaseException], bool] | None = None) -> Hooks:
+        def before(self, pack: object, unpack: object, guard: Guard | None = None) -> Hooks:
             """What autograd calls in place of the hooks, which get what is not as planned. See ``native/hooks.h``.
 
-            ``takes``: says whether an error is ours, and to be hidden.
+            ``guard``: takes errors of ours. It lives as long as the hooks do, which hold it too.
             """
+            reference = None if guard is None else weakref.ref(guard)
+
+            def takes(error: BaseException) -> bool:
+                alive = reference() if reference is not None else None
+                return alive is not None and alive.takes(error)
+
             own = takes, compiler_callback(), saving_here()
             return self.hook(True, pack, *own), self.hook(False, unpack, *own)
 

@@ -182,7 +182,7 @@ class NoPlannedHooks:
 
     is_off = False
 
-    def before(self, *hooks: Any, takes: object = None) -> Any:
+    def before(self, *hooks: Any, guard: object = None) -> Any:
         return hooks
 
     def engine_runs(self, begins: bool) -> None:

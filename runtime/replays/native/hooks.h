@@ -11,7 +11,7 @@ struct Hook {
   PyObject_HEAD
   PyObject* planned;  // the `PlannedHooks`, which are `values` too
   PyObject* hook;  // the session's
-  PyObject* takes;  // says whether an error is ours, and the session stands aside; None if all are raised
+  PyObject* takes;  // says whether an error is ours, and the session stands aside
   PyObject* tracer;  // gives the compiler's callback; None if the compiler is not there
   PyObject* saving;  // the tensors whose attributes are to come back, by identity: a dictionary
   PlannedHooks* values;
@@ -41,14 +41,12 @@ inline bool is_hooks_own(const Hook& one, PyObject* given) {
 inline bool is_taken(const Hook& one) {
   py::error_already_set error;
   PyException_SetTraceback(error.value().ptr(), error.trace() ? error.trace().ptr() : Py_None);
-  if (one.takes != Py_None) {
-    const auto taken = py::reinterpret_steal<py::object>(PyObject_CallOneArg(one.takes, error.value().ptr()));
-    if (!taken) {
-      return false;
-    }
-    if (taken.is(py::bool_(true))) {
-      return true;
-    }
+  const auto taken = py::reinterpret_steal<py::object>(PyObject_CallOneArg(one.takes, error.value().ptr()));
+  if (!taken) {
+    return false;
+  }
+  if (taken.is(py::bool_(true))) {
+    return true;
   }
   error.restore();
   return false;

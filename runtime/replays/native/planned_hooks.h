@@ -144,7 +144,7 @@ class PlannedHooks {
   py::object unpack(const py::handle& given) {
     const Names& name = names();
     if (std::exchange(was_asked, false) || reinterpret_cast<PyObject*>(Py_TYPE(given.ptr())) != handle_class_.ptr() ||
-        busy_ > 0 || tape_->is_on) {
+        busy_ > 0 || tape_->is_on || c10::impl::TorchDispatchModeTLS::any_modes_set(false)) {
       return py::none();
     }
     const Clock clock(seconds_);
