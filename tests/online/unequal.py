@@ -42,7 +42,7 @@ FAILING = {
     "smallest": ("online/known_plans.py", "KnownPlans.take_smallest", 1),
     "study": ("profiler/capture/capture.py", "Capture.__torch_dispatch__", 50),
     "activate": ("online/known_plans.py", "KnownPlans.activate", 1),
-    "follow": ("runtime/step_policies/follow.py", "Follow.at_save", 3),
+    "follow": ("runtime/step_policies/follow.py", "Follow.planned_at_save", 3),
 }
 """Which call of which function raises."""
 
