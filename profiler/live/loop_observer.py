@@ -95,6 +95,7 @@ class LoopObserver(PlanSource):
 
     def choose(self, segment: Segment) -> StepPolicy | None:
         policy = self._chosen(segment)
+        self._attachment.engine.planned.is_off = self._observer is not None  # which looks at each save and use
         swaps_once = self._observer is not None and self._observer.swaps_once
         if policy is not None and not swaps_once and _gives_up(policy):
             self._attachment.memory_is_short()

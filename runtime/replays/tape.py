@@ -219,7 +219,9 @@ class Tape:
         self.static: dict[int, int] = {}
         """Storage keys of parameters and buffers in this step, and their version counters at its beginning."""
         self.buffers, self.own_ids = set[int](), set[int]()
-        """Storage keys of those that a step may write without an error in-core: buffers, and biases."""
+        """Storage keys of those that a step may write without an error in-core: buffers, and biases; and the identities
+        of all parameters and buffers, as tensors.
+        """
         self.at_first_recipe: Callable[[], None] | None = None
         """Is called once, if something is to be replayed."""
         self.is_paused = False

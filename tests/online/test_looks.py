@@ -7,12 +7,15 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 
+from poochplan.profiler.live import after_capture
+from poochplan.profiler.live.segment_observer import PackHook, UnpackHook
+from poochplan.runtime.engine.saved_value import SavedHandle
 from poochplan.runtime.metering import watch
 from poochplan.runtime.metering.census import Growth, census_bytes, foreseen_bytes, left_free, live, one_moment
 from tests.online.runs import Run, run_auto
@@ -143,3 +146,28 @@ def test_growth_is_left_all_that_it_takes_or_half_of_the_room(
     ahead_bytes: int, room_bytes: int, left_bytes: int
 ) -> None:
     assert left_free(ahead_bytes, room_bytes) == left_bytes
+
+
+def test_what_observes_a_step_looks_at_each_save_and_use_though_the_step_follows_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: dict[after_capture.PhaseTiming, Counter[str]] = defaultdict(Counter)
+
+    class Looking(after_capture.PhaseTiming):
+        def pack(self, tensor: torch.Tensor, pack: PackHook) -> SavedHandle:
+            looks[self]["packs"] += 1
+            return super().pack(tensor, pack)
+
+        def unpack(self, handle: SavedHandle, unpack: UnpackHook) -> torch.Tensor:
+            looks[self]["unpacks"] += 1
+            return super().unpack(handle, unpack)
+
+    monkeypatch.setattr(after_capture, "PhaseTiming", Looking)
+    run_auto(dropout_and_batch_norm, "70%", tmp_path, is_metered=False)  # the meter is a mode, which all look at
+    follow = [one for one in looks if one.policy is not None and one.policy.instructions is not None]
+    assert follow
+    for one in follow:
+        assert one.policy is not None
+        assert one.policy.instructions is not None
+        assert looks[one]["packs"] >= len(one.policy.instructions.handles) - 1  # the first one begins the step
+        assert looks[one]["unpacks"] >= len(one.policy.instructions.uses)

@@ -8,40 +8,39 @@
 namespace pooch {
 
 struct Hook {
+  enum Held { PLANNED, HOOK, TAKES, TRACER, SAVING, COUNT };
   PyObject_HEAD
-  PyObject* planned;  // the `PlannedHooks`, which are `values` too
-  PyObject* hook;  // the session's
-  PyObject* takes;  // says whether an error is ours, and the session stands aside
-  PyObject* tracer;  // gives the compiler's callback; None if the compiler is not there
-  PyObject* saving;  // the tensors whose attributes are to come back, by identity: a dictionary
-  PlannedHooks* values;
+  // The PlannedHooks; the session's hook; what says whether an error is ours, so that the session stands aside; what
+  // gives the compiler's callback, or None; the tensors whose attributes are to come back, by identity.
+  PyObject* held[COUNT];
+  PlannedHooks* planned;
   bool packs;
 };
 
-// Whether it is the hook's from the beginning: where the compiler traces, from which the hook hides itself; for a tensor
-// with attributes; and behind the session's block.
+// Whether it is the hook's from the beginning: where others look at each save and use, or the session's block is over;
+// where the compiler traces, from which the hook hides itself; and for a tensor with attributes.
 inline bool is_hooks_own(const Hook& one, PyObject* given) {
-  if (one.tracer != Py_None) {
-    const auto callback = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(one.tracer));
+  if (one.planned->is_off) {
+    return true;
+  }
+  if (one.held[Hook::TRACER] != Py_None) {
+    const auto callback = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(one.held[Hook::TRACER]));
     if (!callback.is_none()) {
       return true;
     }
   }
-  if (!one.packs) {
+  if (!one.packs || PyDict_GET_SIZE(one.held[Hook::SAVING]) == 0) {
     return false;
   }
-  if (PyDict_GET_SIZE(one.saving) > 0) {
-    const py::int_ key(reinterpret_cast<uintptr_t>(given));
-    return one.values->is_off || PyDict_Contains(one.saving, key.ptr()) != 0;
-  }
-  return one.values->is_off;
+  const py::int_ key(reinterpret_cast<uintptr_t>(given));
+  return PyDict_Contains(one.held[Hook::SAVING], key.ptr()) != 0;
 }
 
 // Whether the error that is set is ours: then it is gone.
 inline bool is_taken(const Hook& one) {
   py::error_already_set error;
   PyException_SetTraceback(error.value().ptr(), error.trace() ? error.trace().ptr() : Py_None);
-  const auto taken = py::reinterpret_steal<py::object>(PyObject_CallOneArg(one.takes, error.value().ptr()));
+  const auto taken = py::reinterpret_steal<py::object>(PyObject_CallOneArg(one.held[Hook::TAKES], error.value().ptr()));
   if (!taken) {
     return false;
   }
@@ -55,7 +54,7 @@ inline bool is_taken(const Hook& one) {
 // Null if an error is set.
 inline PyObject* found_at_once(const Hook& one, PyObject* given) {
   try {
-    return (one.packs ? one.values->pack(given) : one.values->unpack(given)).release().ptr();
+    return (one.packs ? one.planned->pack(given) : one.planned->unpack(given)).release().ptr();
   } catch (py::error_already_set& error) {
     error.restore();
   } catch (const std::exception& error) {
@@ -73,29 +72,23 @@ inline PyObject* call_hook(PyObject* self, PyObject* arguments, PyObject*) {
       return found;
     }
     Py_XDECREF(found);
-    one.values->was_asked = true;
+    one.planned->was_asked = true;
   }
-  return PyObject_CallOneArg(one.hook, given);
+  return PyObject_CallOneArg(one.held[Hook::HOOK], given);
 }
 
 inline int visit_hook(PyObject* self, visitproc visit, void* arg) {
-  const Hook& one = *reinterpret_cast<Hook*>(self);
   Py_VISIT(Py_TYPE(self));
-  Py_VISIT(one.planned);
-  Py_VISIT(one.hook);
-  Py_VISIT(one.takes);
-  Py_VISIT(one.tracer);
-  Py_VISIT(one.saving);
+  for (PyObject* one : reinterpret_cast<Hook*>(self)->held) {
+    Py_VISIT(one);
+  }
   return 0;
 }
 
 inline int clear_hook(PyObject* self) {
-  Hook& one = *reinterpret_cast<Hook*>(self);
-  Py_CLEAR(one.planned);
-  Py_CLEAR(one.hook);
-  Py_CLEAR(one.takes);
-  Py_CLEAR(one.tracer);
-  Py_CLEAR(one.saving);
+  for (PyObject*& one : reinterpret_cast<Hook*>(self)->held) {
+    Py_CLEAR(one);
+  }
   return 0;
 }
 
@@ -126,12 +119,11 @@ inline py::object hook_of(const py::object& planned, bool packs, const py::objec
   if (made == nullptr) {
     throw py::error_already_set();
   }
-  made->planned = planned.inc_ref().ptr();
-  made->hook = hook.inc_ref().ptr();
-  made->takes = takes.inc_ref().ptr();
-  made->tracer = tracer.inc_ref().ptr();
-  made->saving = saving.inc_ref().ptr();
-  made->values = planned.cast<PlannedHooks*>();
+  const std::array<py::handle, Hook::COUNT> held{planned, hook, takes, tracer, saving};
+  for (int i = 0; i < Hook::COUNT; ++i) {
+    made->held[i] = held[i].inc_ref().ptr();
+  }
+  made->planned = planned.cast<PlannedHooks*>();
   made->packs = packs;
   PyObject_GC_Track(made);
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(made));

@@ -59,11 +59,19 @@ inline void set_number(const py::handle& of, const py::object& name, int64_t num
   }
 }
 
-// State: the segment whose plan is followed, if one is, and what a segment has of Python's.
+// A segment that follows a plan: its values by save, those that expect another handle, and what it does not count yet.
+struct Followed {
+  py::object segment;
+  std::shared_ptr<PlannedPoints> points;
+  py::dict values, to_come;
+  int64_t saved_values = 0, saved_bytes = 0;
+};
+
+// State: the segment that is followed, if one is. What is called here may end it, so each call holds its own reference.
 class PlannedHooks {
  public:
   bool was_asked = false;  // the call that comes next is one that has just been answered with None
-  bool is_off = false;  // no save is of the session's steps
+  bool is_off = false;  // autograd's calls go to the session's own hooks
 
   // `classes` are those of values, handles and geometries, the decision to keep, and the states of values that are on
   // the device; `engine` is a weak reference.
@@ -81,23 +89,18 @@ class PlannedHooks {
         device_(std::move(device)),
         index_(index) {}
 
-  // The segment follows the plan. `values` are its saved ones by save, `to_come` those that expect another handle.
-  void follow(py::object segment, std::shared_ptr<PlannedPoints> planned, py::dict values, py::dict to_come) {
-    segment_ = std::move(segment);
-    planned_ = std::move(planned);
-    values_ = std::move(values);
-    to_come_ = std::move(to_come);
+  void follow(py::object segment, std::shared_ptr<PlannedPoints> points, py::dict values, py::dict to_come) {
+    followed_ = std::make_shared<Followed>(
+        Followed{std::move(segment), std::move(points), std::move(values), std::move(to_come)});
   }
 
   void leave() {
-    if (segment_) {
+    if (const auto of = std::exchange(followed_, nullptr)) {
       const Names& name = names();
-      set_number(segment_, name.saved_values, number_of(segment_, name.saved_values) + std::exchange(saved_values_, 0));
-      set_number(segment_, name.saved_bytes, number_of(segment_, name.saved_bytes) + std::exchange(saved_bytes_, 0));
+      set_number(of->segment, name.saved_values, number_of(of->segment, name.saved_values) + of->saved_values);
+      set_number(of->segment, name.saved_bytes, number_of(of->segment, name.saved_bytes) + of->saved_bytes);
     }
-    planned_.reset();
-    segment_ = compute_ = py::object();
-    values_ = to_come_ = py::reinterpret_steal<py::dict>(py::handle());
+    compute_ = py::object();
   }
 
   // Nothing of the session's is held any more.
@@ -109,13 +112,14 @@ class PlannedHooks {
   // A hook of Python's begins or ends, perhaps on another thread.
   void engine_runs(bool begins) { busy_ += begins ? 1 : -1; }
 
-  bool follows() const { return planned_ != nullptr; }
+  bool follows() const { return followed_ != nullptr; }
 
   double take_seconds() { return std::exchange(seconds_, 0.0); }
 
   py::object pack(const py::handle& given) {
     const auto type = reinterpret_cast<PyObject*>(Py_TYPE(given.ptr()));
-    if (std::exchange(was_asked, false) || !planned_ || busy_ > 0 || (type != THPVariableClass && type != ParameterClass) ||
+    const auto of = followed_;
+    if (std::exchange(was_asked, false) || !of || busy_ > 0 || (type != THPVariableClass && type != ParameterClass) ||
         torch::autograd::get_current_graph_task_id() != -1 || at::tracer::impl::is_dispatch_enabled() ||
         c10::impl::TorchDispatchModeTLS::any_modes_set(false)) {
       return py::none();
@@ -126,7 +130,8 @@ class PlannedHooks {
       return py::none();
     }
     const Names& name = names();
-    if (attribute(segment_, name.used).is(py::bool_(true)) || attribute(segment_, name.raised).is(py::bool_(true))) {
+    const py::object& segment = of->segment;
+    if (attribute(segment, name.used).is(py::bool_(true)) || attribute(segment, name.raised).is(py::bool_(true))) {
       return py::none();
     }
     const py::int_ key(reinterpret_cast<uintptr_t>(tensor.storage().unsafeGetStorageImpl()));
@@ -138,7 +143,7 @@ class PlannedHooks {
     if (type != THPVariableClass) {
       return py::none();
     }
-    return packed(tensor);
+    return packed(*of, tensor);
   }
 
   py::object unpack(const py::handle& given) {
@@ -198,28 +203,29 @@ class PlannedHooks {
     return py::reinterpret_steal<py::object>(found);
   }
 
-  py::object packed(const at::Tensor& tensor) {
+  py::object packed(Followed& of, const at::Tensor& tensor) {
     const Names& name = names();
-    const int64_t ordinal = number_of(segment_, name.packs);
+    const PlannedPoints& points = *of.points;
+    const int64_t ordinal = number_of(of.segment, name.packs);
     const auto* storage = tensor.storage().unsafeGetStorageImpl();
-    if (ordinal >= static_cast<int64_t>(planned_->handles.size())) {
+    if (ordinal >= static_cast<int64_t>(points.handles.size())) {
       return py::none();
     }
-    const int64_t wanted = planned_->handles[ordinal];
-    const py::object reference = attribute(segment_, name.lease);
+    const int64_t wanted = points.handles[ordinal];
+    const py::object reference = attribute(of.segment, name.lease);
     const py::object lease = reference.is_none() ? reference : called(reference);
     if (lease.is_none()) {
       return lease;
     }
     const RecordPtr record = tape_->met(tensor, tape_->is_on ? tape_->window : 0);
     if (record->packed || record->value) {
-      return another(tensor, *record, wanted, ordinal, lease);
+      return another(of, tensor, *record, wanted, ordinal, lease);
     }
-    const int64_t index = number_of(segment_, name.saves);
-    if (index != wanted || index >= static_cast<int64_t>(planned_->saves.size())) {
+    const int64_t index = number_of(of.segment, name.saves);
+    if (index != wanted || index >= static_cast<int64_t>(points.saves.size())) {
       return py::none();
     }
-    const PlannedSave& planned = planned_->saves[index];
+    const PlannedSave& planned = points.saves[index];
     if (planned.decision.is_none() || planned.dtype != tensor.scalar_type() || planned.sizes != tensor.sizes() ||
         planned.size_bytes != static_cast<int64_t>(storage->nbytes())) {
       return py::none();
@@ -228,27 +234,28 @@ class PlannedHooks {
     if (!stays && called(audit_.attr("is_kept"), py::int_(index), wrapped(tensor)).is(py::bool_(true))) {
       return py::none();
     }
-    set_number(segment_, name.saves, index + 1);
-    set_number(segment_, name.packs, ordinal + 1);
-    saved_values_ += 1;
-    saved_bytes_ += planned.size_bytes;
+    set_number(of.segment, name.saves, index + 1);
+    set_number(of.segment, name.packs, ordinal + 1);
+    of.saved_values += 1;
+    of.saved_bytes += planned.size_bytes;
     record->save_point = index;
     comes_to(index + 1, index + 1);
     const at::Tensor held = stays ? alias(tensor) : probe_of(tensor);
     const py::object probe = wrapped(held), version = py::int_(version_of(tensor));
     const py::object none = py::none(), place = py::int_(index), geometry = stays ? none : geometry_of(tensor);
     const py::object value = called(
-        value_class_, planned.decision, stays ? none : py::cast(record), py::int_(record->generation()), probe, version, geometry,
-        py::int_(planned.size_bytes), as_python(tensor.storage()), compute(tensor.device()), place, planned.name);
+        value_class_, planned.decision, stays ? none : py::cast(record), py::int_(record->generation()), probe, version,
+        geometry, py::int_(planned.size_bytes), as_python(tensor.storage()), compute(tensor.device()), place,
+        planned.name);
     attach(*record, value, record->generation(), Probe(held));
     record->packed = true;
-    values_[place] = record->value;
-    lets_come(ordinal);
+    of.values[place] = record->value;
+    lets_come(of, ordinal);
     if (planned.last_handle >= 0) {
-      to_come_[py::int_(planned.last_handle)] = value;
+      of.to_come[py::int_(planned.last_handle)] = value;
     }
     const py::object made = called(
-        handle_class_, probe, version, geometry, value, lease, attribute(segment_, name.number), py::int_(ordinal));
+        handle_class_, probe, version, geometry, value, lease, attribute(of.segment, name.number), py::int_(ordinal));
     if (!stays || planned.acts) {
       acts(name.acts_at_save, value);
     }
@@ -256,7 +263,7 @@ class PlannedHooks {
   }
 
   // A handle of a value that has been saved before, by the same or another tensor of its storage.
-  py::object another(const at::Tensor& tensor, const Record& record, int64_t wanted, int64_t ordinal,
+  py::object another(Followed& of, const at::Tensor& tensor, const Record& record, int64_t wanted, int64_t ordinal,
                      const py::object& lease) {
     const Names& name = names();
     const py::object value = record.value ? record.value() : py::object(py::none());
@@ -269,11 +276,11 @@ class PlannedHooks {
       const Busy busy(*this);
       called(audit_.attr("saved_again"), value, wrapped(tensor));
     }
-    set_number(segment_, name.packs, ordinal + 1);
-    lets_come(ordinal);
+    set_number(of.segment, name.packs, ordinal + 1);
+    lets_come(of, ordinal);
     return called(
         handle_class_, wrapped(stays ? alias(tensor) : probe_of(tensor)), py::int_(version_of(tensor)),
-        stays ? py::object(py::none()) : geometry_of(tensor), value, lease, attribute(segment_, name.number),
+        stays ? py::object(py::none()) : geometry_of(tensor), value, lease, attribute(of.segment, name.number),
         py::int_(ordinal));
   }
 
@@ -353,11 +360,11 @@ class PlannedHooks {
     return torch::createStorage(storage.ptr());
   }
 
-  void lets_come(int64_t ordinal) {
-    if (!to_come_.empty()) {
+  static void lets_come(Followed& of, int64_t ordinal) {
+    if (!of.to_come.empty()) {
       const py::int_ key(ordinal);
-      if (to_come_.contains(key)) {
-        PyDict_DelItem(to_come_.ptr(), key.ptr());
+      if (of.to_come.contains(key)) {
+        PyDict_DelItem(of.to_come.ptr(), key.ptr());
       }
     }
   }
@@ -388,21 +395,23 @@ class PlannedHooks {
   // Whether the handle's first use is the planned one. It is counted, and what the plan does there is done.
   bool is_used(const py::handle& given) {
     const Names& name = names();
-    if (!planned_ || !to_come_.empty() || !attribute(segment_, name.used).is(py::bool_(true)) ||
-        number_of(given, name.segment) != number_of(segment_, name.number) ||
-        number_of(segment_, name.saves) < static_cast<int64_t>(planned_->saves.size())) {
+    const auto of = followed_;
+    if (!of || !of->to_come.empty() || !attribute(of->segment, name.used).is(py::bool_(true)) ||
+        number_of(given, name.segment) != number_of(of->segment, name.number) ||
+        number_of(of->segment, name.saves) < static_cast<int64_t>(of->points->saves.size())) {
       return false;
     }
-    const int64_t use = number_of(segment_, name.uses);
-    if (use >= static_cast<int64_t>(planned_->uses.size()) || planned_->uses[use] != number_of(given, name.ordinal)) {
+    const int64_t use = number_of(of->segment, name.uses);
+    const auto& uses = of->points->uses;
+    if (use >= static_cast<int64_t>(uses.size()) || uses[use] != number_of(given, name.ordinal)) {
       return false;
     }
     PyObject_SetAttr(given.ptr(), name.used.ptr(), Py_True);
-    set_number(segment_, name.uses, use + 1);
+    set_number(of->segment, name.uses, use + 1);
     if (!point_.is_none()) {
-      called(point_, py::int_(number_of(segment_, name.saves) + use + 1));
+      called(point_, py::int_(number_of(of->segment, name.saves) + use + 1));
     }
-    if (planned_->acting_uses[use]) {
+    if (of->points->acting_uses[use]) {
       acts(name.acts_at_use, py::int_(use));
     }
     return true;
@@ -411,13 +420,11 @@ class PlannedHooks {
   Tape* tape_;
   py::object value_class_, handle_class_, geometry_class_, keep_;
   py::tuple states_;
-  py::object engine_, audit_, point_, device_, segment_, compute_;
+  py::object engine_, audit_, point_, device_, compute_;
   c10::Stream stream_{c10::Stream::DEFAULT, c10::Device(c10::DeviceType::CPU)};
   int64_t index_;
-  std::shared_ptr<PlannedPoints> planned_;
-  py::dict values_, to_come_;
+  std::shared_ptr<Followed> followed_;
   int busy_ = 0;  // hooks of Python's that run
-  int64_t saved_values_ = 0, saved_bytes_ = 0;  // which the segment does not know yet
   double seconds_ = 0.0;
 };
 

@@ -14,6 +14,7 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 def as_given(*hooks: Any) -> Any:
+    """The hooks themselves."""
     return hooks
 
 
