@@ -27,9 +27,11 @@ from poochplan.errors import SpillError
 from poochplan.formats.files import cache_folder, encode_readable, not_kept, read_cache, write_cache
 from poochplan.formats.occupancy import Floats
 from poochplan.formats.profile import Link, LinkDirection
+from poochplan.profiler.capture.clock import clock_of
+from poochplan.runtime.devices.accelerator import QueueStream
 from poochplan.runtime.devices.backend import backend_of, memory_left
 from poochplan.runtime.devices.cpu import choose_spill_dir, file_system_type
-from poochplan.runtime.devices.device import ComputeDevice
+from poochplan.runtime.devices.device import ComputeDevice, Stream
 from poochplan.runtime.devices.opening import open_device
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.runtime.messages import warn_once
@@ -61,7 +63,7 @@ LEAST_SHARE_LARGE, LEAST_SHARE_LARGEST = 0.8, 0.5
 _SLOPE_FLOOR = 1e-3
 """Least share of the bytes in the seconds of the largest copy: a curve that falls still has a bandwidth."""
 _TOLERANCE = 1e-9
-VERSION = 3
+VERSION = 4
 """Version of how links are measured and fitted; files of other versions are measured anew."""
 
 
@@ -107,8 +109,8 @@ def measure_link(
             if beside is not None:
                 beside()
 
-        out = _curve(copy_out, device, sizes, begin)
-        back = _curve(copy_in, device, sizes, begin)
+        out = _curve(copy_out, device, device.outward, sizes, begin)
+        back = _curve(copy_in, device, device.inward, sizes, begin)
         return Link(
             name=device.host_tier,
             outward=fit_line(out),
@@ -199,11 +201,26 @@ def _buffer(device: ComputeDevice, size_bytes: int) -> torch.UntypedStorage:
     return storage
 
 
-def _curve(copy: CopyCall, device: ComputeDevice, sizes: tuple[int, ...], begin: Begin) -> Curve:
-    def seconds(storage: torch.UntypedStorage) -> float:
-        return _median_s(begin, lambda: _checked(device, copy(device, storage, 0)))
+def _curve(copy: CopyCall, device: ComputeDevice, stream: Stream, sizes: tuple[int, ...], begin: Begin) -> Curve:
+    """Seconds of copies on the stream. An accelerator's clock measures them, for queueing a copy may take as long, and
+    counts as the launching thread's work.
+    """
+    clock = clock_of(device.where)
 
-    return [(size_bytes, seconds(_buffer(device, size_bytes))) for size_bytes in sizes]
+    def seconds(storage: torch.UntypedStorage) -> float:
+        begin()
+        before = clock.begin()
+        queued = copy(device, storage, 0)
+        if isinstance(stream, QueueStream):
+            after = clock.mark(stream.stream)
+            _checked(device, queued)
+        else:
+            _checked(device, queued)
+            after = clock.mark()
+        return clock.seconds(before, after)
+
+    buffers = ((size_bytes, _buffer(device, size_bytes)) for size_bytes in sizes)
+    return [(size_bytes, median(seconds(buffer) for _ in range(_REPEATS))) for size_bytes, buffer in buffers]
 
 
 def pageable_curves(device: ComputeDevice, sizes: tuple[int, ...], begin: Begin) -> tuple[Curve, Curve]:

@@ -24,6 +24,9 @@ _HALF_A_HEAD_START_CYCLES = 1_000_000
 class Clock:
     """Seconds between two marks, known after :meth:`synchronize`: of the calling thread, on which the CPU's ops run."""
 
+    is_ahead = False
+    """Whether the calling thread runs ahead of the device's work."""
+
     def begin(self) -> Any:
         return self.mark()
 
@@ -53,6 +56,8 @@ class DeviceClock(Clock):
     gets another one once it is behind the middle of the last: so half a millisecond is always left to queue an op in.
     Other accelerators get none, because torch has no such work for them.
     """
+
+    is_ahead = True
 
     def __init__(self, where: torch.device) -> None:
         self._backend = backend_of(where)

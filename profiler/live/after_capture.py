@@ -65,6 +65,9 @@ class PhaseTiming(SegmentObserver):
     ``launching_s`` are the processor's seconds of each phase, without those in hooks and without waits for the device.
     Code after a backward counts up to the optimizer's step, if there is one.
 
+    A device's clock measures them, and nothing waits for it between phases: there the launching thread is ahead, as in
+    a step that nobody times. Seconds in hooks count where the device has waited for that thread.
+
     ``arena``: the arena of a step function; None for the ordinary allocator.
     """
 
@@ -75,14 +78,18 @@ class PhaseTiming(SegmentObserver):
         self.faults: dict[Phase, int] = dict.fromkeys(Phase, 0)
         self.launching_s: PhaseSeconds = dict.fromkeys(Phase, 0.0)
         self._arena = arena
-        self._since_s = self._hooks_s = self._since_processor_s = 0.0
+        self._since: Any = None
+        self._spans: list[tuple[Phase, Any, Any, float]] = []
+        """Parts of the step so far: the phase, the marks at begin and end, and the seconds in hooks."""
+        self._hooks_s = self._since_processor_s = 0.0
         self._since_faults = 0
         self._is_over = False
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
         with self._arena.run() if self._arena is not None else contextlib.nullcontext():
-            self._since_s, self._since_faults = self._now_s(), page_faults()
+            self.context.clock.synchronize()
+            self._since, self._since_faults = self.context.clock.mark(), page_faults()
             self._since_processor_s = self._processor_s()
             yield
 
@@ -115,25 +122,33 @@ class PhaseTiming(SegmentObserver):
         if not self._is_over and stepped:
             self._account()
         self._is_over = True
+        self._add_up()
         super().end(stepped=stepped)
         if isinstance(self.policy, Follow):
             self.why_not = self.why_not or self.policy.divergence
 
     def _account(self) -> None:
         self.launching_s[self.phase] += self._processor_s() - self._since_processor_s
-        now_s, faults = self._now_s(), page_faults()
-        self.seconds[self.phase] += now_s - self._since_s
+        mark, faults = self.context.clock.mark(), page_faults()
+        self._spans.append((self.phase, self._since, mark, self._hooks_s))
+        self._hooks_s = 0.0
         self.faults[self.phase] += max(0, faults - self._since_faults)  # less is another thread's count
-        self._since_s, self._since_faults = now_s, faults
+        self._since, self._since_faults = mark, faults
         self._since_processor_s = self._processor_s()
+
+    def _add_up(self) -> None:
+        """Adds the parts so far, once all queued work is done."""
+        clock = self.context.clock
+        clock.synchronize()
+        spans, self._spans = self._spans, []
+        taken = [(phase, clock.seconds(begin, end), hooks_s) for phase, begin, end, hooks_s in spans]
+        thread_s = sum(self.launching_s.values()) + sum(hooks_s for _, _, hooks_s in taken)
+        is_hidden = clock.is_ahead and not self._waits and thread_s < sum(seconds for _, seconds, _ in taken)
+        for phase, seconds, hooks_s in taken:
+            self.seconds[phase] += seconds if is_hidden else max(0.0, seconds - hooks_s)
 
     def _processor_s(self) -> float:
         return self.context.clock.processor_s() - self.in_hooks.total_s
-
-    def _now_s(self) -> float:
-        """The present time, once all queued work is done, on a clock that stops in hooks."""
-        self.context.clock.synchronize()
-        return time.perf_counter() - self._hooks_s
 
 
 class OpTimer(Capture):

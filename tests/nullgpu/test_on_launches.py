@@ -42,6 +42,62 @@ def test_of_long_ops_only_launches_are_measured_on_the_model(monkeypatch: pytest
     assert (cost.record_s, cost.replay_s) == (apart.cost.record_s, apart.cost.replay_s)
 
 
+OF_A_COPY = """
+import torch
+from poochplan.profiler.link import measure_link
+link = measure_link(torch.device("cuda"), sizes=(1 << 16, 1 << 19, 1 << 22))
+print(link.outward.latency_s, link.inward.latency_s)
+"""
+
+
+def test_a_copys_latency_is_the_gpus_and_queueing_it_is_no_part() -> None:
+    environment = os.environ | {"NULLGPU_BY_PROCESSOR": "1", "NULLGPU_SECONDS": "1"}
+    command = [sys.executable, "-c", OF_A_COPY]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
+    assert [float(latency_s) for latency_s in ran.stdout.split()] == pytest.approx([5e-6, 5e-6], rel=0.2)
+
+
+PHASES = f"""
+import torch
+from poochplan.formats.profile import Phase
+from poochplan.profiler.live.after_capture import PhaseTiming
+from poochplan.profiler.live.step_function import StepFunction
+
+weight = torch.nn.Linear(1, 1, device="cuda")
+model = torch.nn.Sequential(weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+SLEEP = {SECOND_CYCLES}
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(context, batch):
+        torch.cuda._sleep(SLEEP)
+        return batch.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        torch.cuda._sleep(2 * SLEEP)
+        return gradient.clone()
+
+def step():
+    return Slow.apply(model(torch.ones(1, 1, device="cuda"))).sum()
+
+with StepFunction(step, model, optimizer, torch.device("cuda")) as steps:
+    steps.one_step()
+    observer = steps.run(PhaseTiming(steps.context, None))
+print(*(observer.seconds[phase] for phase in Phase), *(observer.launching_s[phase] for phase in Phase))
+"""
+
+
+def test_a_phase_that_is_launched_ahead_takes_no_time_for_its_launches() -> None:
+    environment = os.environ | {"NULLGPU_BY_PROCESSOR": "1", "NULLGPU_SECONDS": "1"}
+    command = [sys.executable, "-c", PHASES]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
+    forward_s, backward_s, optimizer_s, *launching_s = map(float, ran.stdout.split())
+    assert (forward_s, backward_s) == pytest.approx((1.0, 2.0), rel=0.02)
+    assert optimizer_s < launching_s[2]
+
+
 PROGRAM = f"""
 import time, torch
 torch.cuda.synchronize()
