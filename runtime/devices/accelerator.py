@@ -130,6 +130,9 @@ class AcceleratorDevice:
     spans: whether copies and replays are to be named, for a timeline; only CUDA's device names them.
     """
 
+    memcpy_address = 0
+    """Of the function that queues a copy between pinned memory and a stream, if compiled code may call it."""
+
     def __init__(self, where: torch.device, *, host_limit_bytes: int | None = None, spans: bool = False) -> None:
         self._backend = backend_of(where)
         self.where = self._backend.where
@@ -143,6 +146,8 @@ class AcceleratorDevice:
         self.inward = QueueStream(self._backend.new_stream(), self._spare)
         self.host_tier = "pinned"
         self._host = PinnedTier(self._pinner(), limit_bytes=host_limit_bytes, most_ahead=MOST_AHEAD)
+        self.parts = self._host.parts
+        """The pinned memory of so many bytes from an offset of the host tier on; raises ``OSError``."""
         self._streams: weakref.ref[SeenStreams] | None = None
         self._latest: weakref.ref[ComputeStream] | None = None
         self._peaks = MemoryPeaks(allocated_bytes=0, reserved_bytes=0)
@@ -217,7 +222,7 @@ class AcceleratorDevice:
         compute = self.compute
         seen = compute.seen
         try:
-            parts = self._host.parts(host_offset, storage.nbytes())
+            parts = self.parts(host_offset, storage.nbytes())
         except OSError as error:
             return QueuedCopy(seen, error)
         if len(seen) > 1:  # the value may belong to another stream than the one that requests its copy
@@ -227,13 +232,13 @@ class AcceleratorDevice:
         return compute.queued
 
     def copy_in(self, storage: torch.UntypedStorage, host_offset: int) -> QueuedCopy:
-        parts = self._host.parts(host_offset, storage.nbytes())
+        parts = self.parts(host_offset, storage.nbytes())
         self._queue(storage, parts, TO_DEVICE, self.inward)
         return self.compute.queued
 
     def read(self, storage: torch.UntypedStorage, host_offset: int) -> None:
         self.synchronize()
-        parts = self._host.parts(host_offset, storage.nbytes())
+        parts = self.parts(host_offset, storage.nbytes())
         with without_modes():
             whole, at = torch.empty(0, dtype=torch.uint8, device=self.where).set_(storage), 0
             for part in parts:

@@ -18,7 +18,7 @@ from poochplan.torch_private.compiler_internals import captures_graphs
 
 from .accelerator import TO_HOST, AcceleratorDevice, QueueStream
 from .backend import backend_of
-from .pinned import Part, PinnedMemory, cupy_or_none, fitting_cupy, memcpy_async, processors_near
+from .pinned import Part, PinnedMemory, cupy_or_none, fitting_cupy, memcpy_address, memcpy_async, processors_near
 
 
 class CudaDevice(AcceleratorDevice):
@@ -28,7 +28,7 @@ class CudaDevice(AcceleratorDevice):
 
     def _pinner(self) -> Callable[[int], PinnedMemory]:
         cupy = fitting_cupy(cupy_or_none(), self.where)
-        self._memcpy = memcpy_async(cupy)
+        self._memcpy, self.memcpy_address = memcpy_async(cupy), memcpy_address()
         near = processors_near(self.where)
 
         def pin(size_bytes: int) -> PinnedMemory:

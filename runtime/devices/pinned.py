@@ -297,13 +297,23 @@ def memcpy_async(cupy: Any) -> MemcpyAsync | None:
     """
     if cupy is not None:
         return cast(MemcpyAsync, cupy.cuda.runtime.memcpyAsync)
-    if torch.version.cuda is None:
-        return None
-    with contextlib.suppress(OSError, AttributeError):
-        queue = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}").cudaMemcpyAsync
+    queue = _runtimes_memcpy()
+    if queue is not None:
         queue.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
         queue.restype = _raised
-        return cast(MemcpyAsync, queue)
+    return cast(MemcpyAsync | None, queue)
+
+
+def memcpy_address() -> int:
+    """Address of the CUDA runtime's ``cudaMemcpyAsync``, for compiled code; 0 if that is not found by its name."""
+    queue = _runtimes_memcpy()
+    return 0 if queue is None else ctypes.cast(queue, ctypes.c_void_p).value or 0
+
+
+def _runtimes_memcpy() -> Any:
+    if torch.version.cuda is not None:
+        with contextlib.suppress(OSError, AttributeError):
+            return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}").cudaMemcpyAsync
     return None
 
 

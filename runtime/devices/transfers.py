@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .device import ComputeDevice, Event, Job
@@ -56,3 +58,25 @@ def copy_in(device: ComputeDevice, storage: torch.UntypedStorage, host_offset: i
     device.inward.wait(device.compute.record())
     job = device.copy_in(storage, host_offset)
     return Copy(device, storage, job, device.inward.record())
+
+
+class Transfers:
+    """Queues the copies of a device. ``compiled`` does the same by one call, if it is not None and can
+    (``replays/native/copies.h``).
+    """
+
+    def __init__(self, device: ComputeDevice, compiled: Any = None) -> None:
+        self._device, self._compiled = device, compiled
+
+    def out(self, storage: torch.UntypedStorage, host_offset: int) -> Copy:
+        found: Copy | None = None if self._compiled is None else self._compiled.out(storage, host_offset)
+        return found or copy_out(self._device, storage, host_offset)
+
+    def back(self, size_bytes: int, host_offset: int) -> tuple[torch.UntypedStorage, Copy]:
+        """A new storage of the calling thread's stream, and the copy that fills it."""
+        found: tuple[torch.UntypedStorage, Copy] | None
+        found = None if self._compiled is None else self._compiled.back(size_bytes, host_offset)
+        if found is not None:
+            return found
+        storage = self._device.allocate(size_bytes)
+        return storage, copy_in(self._device, storage, host_offset)

@@ -15,7 +15,7 @@ import torch
 from poochplan.errors import is_out_of_memory
 from poochplan.formats.plan import Decision
 from poochplan.runtime.devices.device import ComputeDevice, Stopwatch
-from poochplan.runtime.devices.transfers import copy_in, copy_out
+from poochplan.runtime.devices.transfers import Transfers
 from poochplan.runtime.replays.replay import Around, Content
 from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import StepReport
@@ -58,6 +58,7 @@ class Mechanism:
         self.timed = self._is_short_of_ways = False
         self._stalls, self._replays = device.stopwatch(), device.stopwatch()
         self.device = device
+        self._transfers = Transfers(device, tape.copies(device))
         self._host = host
         self._rebuild = rebuild
         self._copy_failed = copy_failed
@@ -81,7 +82,7 @@ class Mechanism:
         assert value.storage is not None
         offset = self._host.place(value)
         with self._named("swap out", value):
-            value.is_copied(copy_out(self.device, value.storage, offset), offset)
+            value.is_copied(self._transfers.out(value.storage, offset), offset)
         self.report.out_bytes += value.size_bytes
 
     def release(self, value: SavedValue) -> None:
@@ -121,8 +122,8 @@ class Mechanism:
         if value.state is not ValueState.ON_HOST or self._is_intact(value):
             return
         with self._named("prefetch", value):
-            storage, home = self.device.allocate(value.size_bytes), self.device.compute
-            value.is_fetched(storage, home, copy_in(self.device, storage, value.host_offset))
+            storage, copy = self._transfers.back(value.size_bytes, value.host_offset)
+            value.is_fetched(storage, self.device.compute, copy)
         self.report.in_bytes += value.size_bytes
 
     def replay(self, value: SavedValue) -> None:

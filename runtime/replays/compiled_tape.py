@@ -28,7 +28,10 @@ from poochplan.formats.plan import Decision, Instructions, PointActions
 from poochplan.guard import Guard, users
 from poochplan.native import run_beside
 from poochplan.runtime.arena.library import ALLOCATOR, TorchBuild
+from poochplan.runtime.devices.accelerator import AcceleratorDevice
 from poochplan.runtime.devices.backend import Generator
+from poochplan.runtime.devices.cuda import CudaDevice
+from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.messages import warn_once
 from poochplan.tensors.host_memory import available_bytes
 from poochplan.tensors.modes import ToggledMode, is_dispatched_plainly
@@ -46,7 +49,6 @@ from poochplan.torch_private.tensor_internals import (
     without_dispatch_key,
 )
 
-from .host_copies import HostCopy
 from .recipes import MODIFIED
 from .replay import OFF, Around, Content, NotReplayable, Source, StorageRecord, set_state_of, state_of
 from .tape import Recorder, Tape, default_generator
@@ -54,6 +56,8 @@ from .tape import Recorder, Tape, default_generator
 NAME, KEY = "tape", "Fake"
 LEAST_BYTES = 4 << 30
 """Of host memory that must be left for a build beside a loop: the compiler takes 1.5 GB."""
+QUEUEING = AcceleratorDevice, CudaDevice
+"""The devices whose copies ``native/copies.h`` queues."""
 IS_WANTED = os.environ.get("POOCH_TAPE") != "python"
 """Whether it may serve; where it is not built, sessions have it built for later ones."""
 
@@ -228,6 +232,12 @@ def _class_of(module: Any) -> Callable[[str], Any]:
             """See ``native/planned_hooks.h``."""
             return PlannedHooks(self, *of)
 
+        def copies(self, device: ComputeDevice) -> Any:
+            """See ``native/copies.h``; None for a device that queues copies by other means."""
+            if not isinstance(device, AcceleratorDevice) or type(device) not in QUEUEING:
+                return None
+            return module.Copies(device, device.parts, device.memcpy_address)
+
         def forget(self, is_held: Callable[[], bool] | None = None) -> None:
             super().forget(is_held)
 
@@ -323,7 +333,6 @@ _HELPERS = SimpleNamespace(
     generator=_generator,
     state_of=state_of,
     set_state_of=set_state_of,
-    HostCopy=HostCopy,
     NotReplayable=NotReplayable,
     outside_transforms=outside_transforms,
     SwitchesAsRecorded=SwitchesAsRecorded,

@@ -277,6 +277,10 @@ class Tape:
         self.own_ids = set(map(id, own))
         return 0, own
 
+    def copies(self, device: object) -> Any:
+        """What queues the device's copies, if that is compiled."""
+        return None
+
     def planned_hooks(self, *_: object) -> Any:
         return NoPlannedHooks()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -17,6 +20,10 @@ from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Link, LinkDirection, Memory, Profile
 from poochplan.runtime.devices.accelerator import AcceleratorDevice, ComputeStream
 from poochplan.runtime.devices.opening import open_device, usable_device
+from poochplan.runtime.devices.pinned import Part, PinnedTier
+from poochplan.runtime.devices.transfers import Transfers
+from poochplan.runtime.replays.compiled_tape import TAPE
+from poochplan.runtime.replays.tape import Tape
 from poochplan.runtime.run_report import Report
 from poochplan.tracing import traced_step
 from poochplan.workload import Workload
@@ -99,8 +106,20 @@ def test_a_profile_says_what_the_device_is_and_counts_what_its_allocator_gives_o
     assert any(op.random for op in found.ops)
 
 
+@pytest.fixture(params=("python", "compiled"))
+def copied_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What queues copies. The compiled code, which CUDA has, serves other accelerators as well."""
+    made: str = request.param
+    if made == "compiled":
+        if not TAPE.is_built():
+            pytest.skip(f"without a compiled tape: {TAPE.why_unavailable()}")
+        module = cast(Any, TAPE.module())
+        monkeypatch.setattr(Tape, "copies", lambda self, device: module.Copies(device, device.parts, 0))
+    return made
+
+
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_any_decisions_give_the_bits_of_in_core_training(kind: str) -> None:
+def test_any_decisions_give_the_bits_of_in_core_training(kind: str, copied_by: str) -> None:
     for seed in range(2):
         seen, report = planned(random_plan(profile(), seed, WEIGHTS[kind]))
         assert equal(in_core(), seen)
@@ -114,6 +133,35 @@ def test_the_planners_plan_keeps_its_budget() -> None:
     assert equal(in_core(), seen)
     assert report.total.peak_bytes is not None
     assert report.total.peak_bytes <= plan.budget_bytes
+
+
+def test_a_copy_to_the_host_comes_after_what_was_queued_before_it(copied_by: str) -> None:
+    source = torch.arange(4096, dtype=torch.uint8).pin_memory()
+    with contextlib.closing(open_device(torch.device(WHERE))) as device:
+        assert isinstance(device, AcceleratorDevice)
+        device.reserve_host(source.nbytes)
+        transfers = Transfers(device, Tape("late").copies(device))
+        filled = torch.zeros(4096, dtype=torch.uint8, device=WHERE)
+        filled.copy_(source, non_blocking=True)  # the device runs it as late as it can
+        transfers.out(filled.untyped_storage(), 0)
+        device.outward.stream.synchronize()
+        assert torch.equal(device.parts(0, 4096)[0].memory.tensor[:4096], source)
+        storage, copy = transfers.back(4096, 0)
+        copy.wait()
+        assert torch.equal(torch.empty(0, dtype=torch.uint8, device=WHERE).set_(storage).cpu(), source)
+
+
+def test_copies_for_which_the_host_has_no_memory_leave_their_values_on_the_device(
+    copied_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parts(self: PinnedTier, offset: int, size_bytes: int) -> list[Part]:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(PinnedTier, "parts", parts)
+    with pytest.warns(RuntimeWarning, match="no memory"):
+        seen, report = planned(random_plan(profile(), 0, WEIGHTS["swap"]))
+    assert equal(in_core(), seen)
+    assert report.total.in_bytes == 0
 
 
 def test_the_device_shows_a_wait_for_a_copy_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,10 @@ class Names {
   POOCH_NAME(resident);
   POOCH_NAME(owner);
   POOCH_NAME(watched);
+  POOCH_NAME(stream);
+  POOCH_NAME(seen);
+  POOCH_NAME(memory);
+  POOCH_NAME(size_bytes);
   POOCH_NAME(_parameters);
   POOCH_NAME(_buffers);
   POOCH_NAME(_modules);

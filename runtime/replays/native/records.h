@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "host_copy.h"
+
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -199,7 +201,7 @@ struct Record {
   std::optional<Probe> value_probe;
   std::optional<int64_t> save_point;
   int64_t kept = -1;  // the generation that recipes keep in place, because what it was made of is gone
-  std::map<int64_t, py::object> copies;
+  std::map<int64_t, HostCopy> copies;
   Vector<std::weak_ptr<Recipe>> waiting;
 
   Record(const c10::Storage& of, int64_t at)
@@ -283,7 +285,7 @@ struct Record {
   void keep_copy(int64_t of) {
     auto there = held();
     if (there && !copies.count(of)) {
-      copies[of] = helpers().attr("HostCopy")(as_python(c10::Storage(std::move(there))));
+      copies.emplace(of, c10::Storage(std::move(there)));
     }
   }
 };

@@ -235,7 +235,7 @@ class Replay {
         if (!from_copies) {
           not_replayable(WRITTEN_SINCE, leaf.record);
         }
-        there_.emplace(need, torch::createStorage(leaf.record->copies.at(leaf.generation).attr("storage")().ptr()));
+        there_.emplace(need, leaf.record->copies.at(leaf.generation).storage());
       } else {
         c10::Storage storage = storage_of(leaf.record);
         if (storage.nbytes() == 0) {

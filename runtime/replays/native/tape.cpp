@@ -1,5 +1,6 @@
 // The compiled tape as a module of Python: recording below autograd, recipes and replays.
 
+#include "copies.h"
 #include "hooks.h"
 #include "own.h"
 
@@ -203,6 +204,19 @@ PYBIND11_MODULE(tape, m) {
       .def("earlier_values", &Tape::earlier_values)
       .def("registered", &Tape::registered)
       .def("recipe", &recipe_of);
+  py::class_<QueuedCopy>(m, "QueuedCopy")
+      .def_property_readonly("error", [](const QueuedCopy&) { return py::none(); })
+      .def_property_readonly("storage", [](const QueuedCopy& one) { return one.storage; })
+      .def("done", [](const QueuedCopy& one) { return translated([&] { return one.done(); }); })
+      .def("wait", [](QueuedCopy& one) { return translated([&] { return one.wait(); }); });
+  py::class_<Copies>(m, "Copies")
+      .def(py::init<py::object, py::object, uintptr_t>())
+      .def("out", [](Copies& one, const py::object& storage, int64_t offset) {
+        return translated([&] { return one.out(storage, offset); });
+      })
+      .def("back", [](Copies& one, int64_t size_bytes, int64_t offset) {
+        return translated([&] { return one.back(size_bytes, offset); });
+      });
   py::class_<PlannedPoints, std::shared_ptr<PlannedPoints>>(m, "PlannedPoints")
       .def(py::init<>())
       .def_readwrite("handles", &PlannedPoints::handles)

@@ -19,12 +19,8 @@
 
 namespace pooch {
 
-using c10::DispatchKey;
-using c10::DispatchKeySet;
 using c10::IValue;
 using Stack = torch::jit::Stack;
-constexpr DispatchKey KEY = DispatchKey::Fake;
-static_assert(static_cast<int>(KEY) < static_cast<int>(DispatchKey::Python), "users' modes must come first");
 
 // Facts about an operator, from operators.py.
 struct Traits {
