@@ -1,8 +1,7 @@
-"""A workload as a function of one of its whole-number parameters: profiles of its values, and steps of one."""
+"""A workload as a function of one of its whole-number parameters, and steps of one of its values under a plan."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,19 +12,10 @@ import torch
 from poochplan import verify
 from poochplan.errors import UsageError
 from poochplan.formats.plan import Plan
-from poochplan.formats.profile import Profile
-from poochplan.planner.whatif import MEASURED, for_machine
 from poochplan.profiler.fake.fake import building
-from poochplan.profiler.link import cached_link
-from poochplan.profiler.profiling import profile
 from poochplan.profiler.request import ProgressCallback, checked_device
 from poochplan.workload import Workload, load_workload, parameter_values, parse_override
 
-Take = Callable[[int], Profile]
-BYTES_ALONE = "h200"
-"""The roofline of profiles that are only used for bytes, which no roofline changes."""
-ITERATIONS = 2
-"""Timed steps of a real profile: enough for a plan, and few enough to look at several values."""
 Target = str | Callable[..., Workload]
 """The argument of :func:`poochplan.workload.load_workload`: a name, a TOML file, a function's name, or the function
 itself."""
@@ -45,9 +35,12 @@ class Family:
     """Settings of other parameters, as ``--set`` gives them."""
     assumed: Mapping[str, int]
     """Whole-number parameters that are not varied: sizes of images, sequences and layers."""
-    batch: int
-    """Samples of a step, if another parameter gives them; else 1."""
     seed: int = 0
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step, if another parameter gives them; else 1."""
+        return next((value for name, value in self.assumed.items() if _is_batch(name)), 1)
 
     def workload(self, value: int) -> Workload:
         """The seeded workload with that value; raises what ``load_workload`` raises."""
@@ -103,8 +96,7 @@ def family_of(target: Target, parameter: str, settings: Mapping[str, Any] | None
             f"{type(own[parameter]).__name__}; those of {name} are: {others}"
         )
     assumed = {key: value for key, value in known.items() if _is_whole(value) and key not in (parameter, "seed")}
-    batch = next((value for key, value in assumed.items() if _is_batch(key)), 1)
-    return Family(target, name, parameter, own.get(parameter), settings or {}, assumed, batch, seed)
+    return Family(target, name, parameter, own.get(parameter), settings or {}, assumed, seed)
 
 
 def _is_whole(value: object) -> bool:
@@ -117,50 +109,6 @@ def _is_batch(parameter: str) -> bool:
 
 def _is_length(parameter: str) -> bool:
     return "length" in parameter
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine that the question is about."""
-
-    budget_bytes: int
-    """Bytes of its memory that the step may take."""
-    roofline: str | None = None
-    link: str | float | None = None
-    compute_scale: float | None = None
-    spill_dir: str | None = None
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is this machine, so that the result can be run."""
-        return self.roofline is None and self.link in (None, MEASURED) and self.compute_scale in (None, 1)
-
-
-def profiles(family: Family, machine: Machine, say: ProgressCallback, *, bytes_alone: bool = False) -> Take:
-    """Profiles of values. With ``bytes_alone`` by a roofline and without memory: if it is not that of the machine, only
-    their bytes are meaningful. Otherwise of steps that run here, in-core if that fits this machine's memory, else
-    swapping; for another machine without memory, each distinct op run by itself on this one.
-    """
-    what, how = "without memory, each op timed by itself", dict[str, Any](mode="fake")
-    if bytes_alone:
-        what, how["roofline"] = "without memory", machine.roofline or BYTES_ALONE
-    elif machine.is_here:
-        what, how = "real steps", {"mode": "auto", "iterations": ITERATIONS, "spill_dir": machine.spill_dir}
-    is_fake = how["mode"] == "fake"
-
-    def take(value: int) -> Profile:
-        say(f"{family.parameter} {value}, {what}")
-        with building() if is_fake else contextlib.nullcontext():
-            workload = family.workload(value)
-        where = checked_device(workload.model, None, None, 0)
-        # Measured once for this machine; a roofline has its own.
-        link = None if bytes_alone else cached_link(where, machine.spill_dir)[0]
-        found = profile(
-            workload.step, model=workload.model, optimizer=workload.optimizer, link=link, workload=family.name, **how
-        )
-        return for_machine(found, link=machine.link, compute_scale=machine.compute_scale) if is_fake else found
-
-    return take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,17 +133,14 @@ def tried(
     build = partial(family.workload, value)
     how: dict[str, Any] = {"steps": steps, "timed_steps": 0, "seed": family.seed, "spill_dir": spill_dir}
     compared = verify.check(build, made, **how) if in_core else None
-    run = verify.run_planned(build, made, record=False, **how) if compared is None else compared.planned
+    run = compared.planned if compared else verify.run_planned(build, made, record=False, **how)
     taken = (step.reserved_bytes if made.on == "reserved" else step.peak_bytes for step in run.step_reports)
     peak_bytes = max((one for one in taken if one is not None), default=None)
-    difference = None if compared is None else compared.difference
-    is_bitwise = None if compared is None else difference is None
-    is_within = (peak_bytes or 0) <= made.budget_bytes
     return Trial(
         value=value,
         steps=steps,
         peak_bytes=peak_bytes,
-        is_within=is_within,
-        is_bitwise=is_bitwise,
-        difference=difference,
+        is_within=(peak_bytes or 0) <= made.budget_bytes,
+        is_bitwise=compared.difference is None if compared else None,
+        difference=compared.difference if compared else None,
     )

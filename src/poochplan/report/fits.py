@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pandas as pd
 from rich.table import Table
 
@@ -28,20 +29,13 @@ def fit_frame(fit: Fit) -> pd.DataFrame:
 
 def fit_data(fit: Fit) -> dict[str, Any]:
     """The data of ``pooch fit --json``: the value, the ladder, and the run."""
-    named = ("workload", "parameter", "unit", "memory_bytes", "margin_bytes", "most_overhead", "value", "in_core_value")
-    return {
-        **{name: getattr(fit, name) for name in named},
-        "parameters": dict(fit.assumed),
-        "inputs": list(fit.plan.inputs),
-        "budget_bytes": fit.budget_bytes,
-        "times_in_core": fit.times_in_core,
-        "best": fit.best,
-        "following": None if fit.following is None else asdict(fit.following),
-        "rungs": [asdict(rung) for rung in fit.rungs],
-        "trial": None if fit.trial is None else asdict(fit.trial),
-        "assumed": list(fit.plan.assumed),
-        "notes": list(fit.notes),
-    }
+    names = (
+        "workload", "parameter", "unit", "memory_bytes", "margin_bytes", "budget_bytes", "most_overhead", "value",
+        "in_core_value", "times_in_core", "best", "following", "rungs", "trial", "notes",
+    )  # fmt: skip
+    of_plan = {"inputs": fit.plan.inputs, "assumed": fit.plan.assumed}
+    data = {name: getattr(fit, name) for name in names} | of_plan | {"parameters": fit.assumed}
+    return dict(msgspec.to_builtins(data))
 
 
 def assumed_text(fit: Fit) -> str:
