@@ -13,7 +13,7 @@ from poochplan.fitting.fit import Fit
 from poochplan.fitting.probes import Rung
 from poochplan.units import format_bytes, format_seconds
 
-from .palette import BLUE, INK, LEFT, ORANGE, PURPLE, QUIET, byte_unit, new_figure, plain_axes, title
+from . import palette
 from .tables import table
 
 if TYPE_CHECKING:
@@ -106,44 +106,44 @@ def _run_line(fit: Fit) -> str:
 
 def draw_fit(fit: Fit) -> Figure:
     """A figure: at the top in-core and smallest possible peaks against the memory, below throughput and overhead."""
-    figure = new_figure(6.4)
-    frame = {"left": LEFT, "right": 0.97, "top": 0.855, "bottom": 0.085, "hspace": 0.16}
-    upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw=frame)
-    _draw_bytes(upper, fit)
-    _draw_throughput(lower, fit)
-    for axes in (upper, lower):
-        axes.legend(frameon=False, fontsize=8.5)
     headline = f"{fit.workload}: {fit.parameter} within {format_bytes(fit.budget_bytes)}"
     in_core = "none in-core" if fit.in_core_value is None else f"largest in-core {fit.in_core_value}"
     best = "" if fit.best is None else f"; best throughput at {fit.best}"
     sizes = f"{assumed_text(fit).strip()}\n" if fit.assumed else ""
     found = f"{sizes}largest {fit.value}, {in_core}{best}; {fit.profile.device.name}, link {fit.profile.link.name}"
-    title(figure, headline, found, LEFT, 0.945, 0.93, va="top")
+    figure = palette.new_figure(6.4, headline, found)
+    upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw=palette.placed(figure, 0.93, 0.54, hspace=0.16))
+    _draw_bytes(upper, fit)
+    _draw_throughput(lower, fit)
+    for axes in (upper, lower):
+        axes.legend(frameon=False, fontsize=8.5)
     return figure
 
 
 def _draw_bytes(axes: Axes, fit: Fit) -> None:
     rungs = _all_rungs(fit)
     values = [rung.value for rung in rungs]
-    factor, unit = byte_unit(max(rung.in_core_peak_bytes for rung in rungs))
+    factor, unit = palette.byte_unit(max(rung.in_core_peak_bytes for rung in rungs))
     for label, colour, marker, sizes in (
-        ("everything kept", ORANGE, "s", [rung.in_core_peak_bytes for rung in rungs]),
-        ("smallest possible peak", BLUE, "o", [rung.smallest_peak_bytes for rung in rungs]),
+        ("everything kept", palette.ORANGE, "s", [rung.in_core_peak_bytes for rung in rungs]),
+        ("smallest possible peak", palette.BLUE, "o", [rung.smallest_peak_bytes for rung in rungs]),
     ):
         axes.plot(values, [size / factor for size in sizes], color=colour, marker=marker, markersize=5, label=label)
-    axes.axhline(fit.budget_bytes / factor, color=INK, linewidth=1.0, linestyle=(0, (4, 2)), label="the memory")
+    palette.level(axes, "memory", fit.budget_bytes, factor, linestyle=palette.DASHED)
     axes.set_ylim(bottom=0)
-    plain_axes(axes, "left", "bottom", grid="y", y=f"peak ({unit})")
+    palette.plain_axes(axes, "left", "bottom", grid="y", y=f"peak ({unit})")
 
 
 def _draw_throughput(axes: Axes, fit: Fit) -> None:
     known = [rung for rung in fit.rungs if rung.items_per_s is not None]
     values, rates = [rung.value for rung in known], [rung.items_per_s or 0.0 for rung in known]
-    axes.plot(values, rates, color=PURPLE, marker="o", markersize=5, label=f"{fit.unit} per second under the plan")
+    axes.plot(
+        values, rates, color=palette.PURPLE, marker="o", markersize=5, label=f"{fit.unit} per second under the plan"
+    )
     for rung, rate in zip(known, rates, strict=True):
         axes.annotate(
             f"{rung.overhead or 0.0:+.1%}", (rung.value, rate), (0, 8),
-            textcoords="offset points", ha="center", fontsize=8, color=QUIET,
+            textcoords="offset points", ha="center", fontsize=8, color=palette.QUIET,
         )  # fmt: skip
     axes.set_ylim(0, 1.25 * max(rates, default=1.0))
-    plain_axes(axes, "left", "bottom", grid="y", x=fit.parameter, y=f"{fit.unit}/s, and overhead")
+    palette.plain_axes(axes, "left", "bottom", grid="y", x=fit.parameter, y=f"{fit.unit}/s, and overhead")
