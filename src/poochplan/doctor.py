@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import platform
 import shutil
 import sys
 import time
 import timeit
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from poochplan.errors import NativeError, SpillError
 from poochplan.formats.files import cache_folder, package_version
@@ -28,7 +25,7 @@ from poochplan.planner.simulator.evaluator import EVALUATOR
 from poochplan.planner.sweep import usable_processors
 from poochplan.profiler.assembly.assemble import model_notes, this_host
 from poochplan.profiler.capture.node_ops import name_of
-from poochplan.profiler.fake.fake_profile import needed_without_memory
+from poochplan.profiler.fake.fake_profile import beside_static, step_without_memory
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.runtime.arena.library import ALLOCATOR
 from poochplan.runtime.devices.backend import accelerator_type
@@ -283,15 +280,15 @@ def workload_findings(workload: Workload) -> Iterator[Finding]:
     yield training(model)
     yield compiled_parts(model)
     nodes: set[str] = set()
-    with CheckpointCalls() as calls, intercept_autograd(lambda run: _noting(run, nodes)):
+    with intercept_autograd(lambda run: _noting(run, nodes)):
         steps = StepFunction(workload.step, model, workload.optimizer, where)
-        needed_bytes = needed_without_memory(steps) if where.type == "cpu" else None
-    yield checkpointing(model, calls.count)
+        draft = step_without_memory(steps) if where.type == "cpu" else None
+    yield checkpointing(model, draft.facts.checkpointed if draft and draft.facts else ())
     if nodes:  # empty if the step has not run
         yield other_formulas(nodes)
     yield optimizer(workload.optimizer)
     if where.type == "cpu":
-        yield memory(needed_bytes, available_bytes())
+        yield memory(beside_static(draft) if draft else None, available_bytes())
 
 
 def training(model: torch.nn.Module) -> Finding:
@@ -315,14 +312,13 @@ def compiled_parts(model: torch.nn.Module) -> Finding:
     return Finding("compiled parts", f"{some}; their saved values are swapped or kept, not recomputed")
 
 
-def checkpointing(model: torch.nn.Module, calls: int) -> Finding:
-    """Whether a step checkpoints: it made ``calls`` of ``torch.utils.checkpoint``, or modules are set to do so."""
+def checkpointing(model: torch.nn.Module, layers: Sequence[str]) -> Finding:
+    """Whether a step checkpoints: modules are set to do so, or ``layers`` ran forward again in backward."""
     modules = [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False)]
-    if not calls and not modules:
-        return Finding("activation checkpointing", "off")
-    where = f"in {modules[0] or 'the model'} and {len(modules) - 1} more" if modules else f"{calls} calls in a step"
+    where = modules or layers
+    found = f"on, in {where[0] or 'the model'} and {len(where) - 1} more" if where else "off"
     advice = "switch it off: a plan recomputes values where it pays, and cannot decide about checkpointed parts"
-    return judged("activation checkpointing", False, f"on, {where}", advice)
+    return judged("activation checkpointing", not where, found, advice)
 
 
 def other_formulas(nodes: Collection[str]) -> Finding:
@@ -359,25 +355,3 @@ def memory(needed_bytes: int | None, there_bytes: int) -> Finding:
         return Finding("in-core step", "the step only runs with data; pooch profile measures its memory")
     found = f"takes {format_bytes(needed_bytes)} beside model and data, {format_bytes(there_bytes)} are free"
     return judged("in-core step", needed_bytes < there_bytes, found, "profile it with --mode swap-all, or auto")
-
-
-class CheckpointCalls:
-    """Counts calls of ``torch.utils.checkpoint.checkpoint`` on this thread within a block, by any imported name.
-
-    State: the count, and the profile function that was set before.
-    """
-
-    _code: CodeType = inspect.unwrap(checkpoint).__code__
-    count = 0
-
-    def __enter__(self) -> CheckpointCalls:
-        self._before = sys.getprofile()
-        sys.setprofile(self._called)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(self._before)
-
-    def _called(self, frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code is self._code:
-            self.count += 1
