@@ -17,7 +17,6 @@ from . import palette
 from .tables import table
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -52,7 +51,7 @@ def fit_table(fit: Fit) -> Table:
 
 
 def _all_rungs(fit: Fit) -> list[Rung]:
-    return [*fit.rungs, *([fit.following] if fit.following is not None else [])]
+    return [*fit.rungs, *filter(None, [fit.following])]
 
 
 def _cells(fit: Fit, rung: Rung) -> list[str]:
@@ -113,37 +112,19 @@ def draw_fit(fit: Fit) -> Figure:
     found = f"{sizes}largest {fit.value}, {in_core}{best}; {fit.profile.device.name}, link {fit.profile.link.name}"
     figure = palette.new_figure(6.4, headline, found)
     upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw=palette.placed(figure, 0.93, 0.54, hspace=0.16))
-    _draw_bytes(upper, fit)
-    _draw_throughput(lower, fit)
-    for axes in (upper, lower):
+    frame, rate = fit_frame(fit).set_index(fit.parameter), f"{fit.unit}_per_s"
+    factor, unit = palette.byte_unit(frame["in_core_peak_bytes"].max())
+    upper.plot(frame["in_core_peak_bytes"] / factor, color=palette.ORANGE, marker="s", label="everything kept")
+    upper.plot(frame["smallest_peak_bytes"] / factor, color=palette.BLUE, marker="o", label="smallest possible peak")
+    palette.level(upper, "memory", fit.budget_bytes, factor, linestyle=palette.DASHED)
+    upper.set_ylim(bottom=0)
+    planned = frame.head(len(fit.rungs)).dropna(subset=[rate])
+    lower.plot(planned[rate], color=palette.PURPLE, marker="o", label=f"{fit.unit} per second under the plan")
+    above: dict[str, Any] = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+    for value, row in planned.iterrows():
+        lower.annotate(f"{row['overhead']:+.1%}", (value, row[rate]), color=palette.QUIET, **above)
+    lower.set_ylim(0, 1.25 * planned[rate].max())
+    for axes, x, y in ((upper, "", f"peak ({unit})"), (lower, fit.parameter, f"{fit.unit}/s, and overhead")):
+        palette.plain_axes(axes, "left", "bottom", grid="y", x=x, y=y)
         axes.legend(frameon=False, fontsize=8.5)
     return figure
-
-
-def _draw_bytes(axes: Axes, fit: Fit) -> None:
-    rungs = _all_rungs(fit)
-    values = [rung.value for rung in rungs]
-    factor, unit = palette.byte_unit(max(rung.in_core_peak_bytes for rung in rungs))
-    for label, colour, marker, sizes in (
-        ("everything kept", palette.ORANGE, "s", [rung.in_core_peak_bytes for rung in rungs]),
-        ("smallest possible peak", palette.BLUE, "o", [rung.smallest_peak_bytes for rung in rungs]),
-    ):
-        axes.plot(values, [size / factor for size in sizes], color=colour, marker=marker, markersize=5, label=label)
-    palette.level(axes, "memory", fit.budget_bytes, factor, linestyle=palette.DASHED)
-    axes.set_ylim(bottom=0)
-    palette.plain_axes(axes, "left", "bottom", grid="y", y=f"peak ({unit})")
-
-
-def _draw_throughput(axes: Axes, fit: Fit) -> None:
-    known = [rung for rung in fit.rungs if rung.items_per_s is not None]
-    values, rates = [rung.value for rung in known], [rung.items_per_s or 0.0 for rung in known]
-    axes.plot(
-        values, rates, color=palette.PURPLE, marker="o", markersize=5, label=f"{fit.unit} per second under the plan"
-    )
-    for rung, rate in zip(known, rates, strict=True):
-        axes.annotate(
-            f"{rung.overhead or 0.0:+.1%}", (rung.value, rate), (0, 8),
-            textcoords="offset points", ha="center", fontsize=8, color=palette.QUIET,
-        )  # fmt: skip
-    axes.set_ylim(0, 1.25 * max(rates, default=1.0))
-    palette.plain_axes(axes, "left", "bottom", grid="y", x=fit.parameter, y=f"{fit.unit}/s, and overhead")
