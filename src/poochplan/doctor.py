@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import sys
-import time
 import timeit
 from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import StrEnum
@@ -20,25 +18,27 @@ import torch
 
 from poochplan.errors import NativeError, SpillError
 from poochplan.formats.files import cache_folder, package_version
+from poochplan.formats.queries import link_line
 from poochplan.native import NativeBuild, check_makeable, is_noexec
 from poochplan.planner.simulator.evaluator import EVALUATOR
 from poochplan.planner.sweep import usable_processors
 from poochplan.profiler.assembly.assemble import model_notes, this_host
 from poochplan.profiler.capture.node_ops import name_of
 from poochplan.profiler.fake.fake_profile import beside_static, step_without_memory
+from poochplan.profiler.link import measure_link
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.runtime.arena.library import ALLOCATOR
 from poochplan.runtime.devices.backend import accelerator_type
-from poochplan.runtime.devices.cpu import SpillFile, choose_spill_dir, file_system_type
+from poochplan.runtime.devices.cpu import choose_spill_dir, file_system_type
 from poochplan.runtime.replays.compiled_tape import TAPE
 from poochplan.tensors.host_memory import available_and_limit, available_bytes, io_limits
 from poochplan.tensors.modes import compiled_modules
 from poochplan.torch_private.tensor_internals import intercept_autograd, nodes_behind
-from poochplan.units import format_bytes, format_rate
+from poochplan.units import format_bytes
 from poochplan.workload import Workload
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-PROBE_BYTES = 64 << 20
+COPIED_BYTES = (4 << 20, 16 << 20)
 LEAST_FREE_BYTES = 4 << 30
 ROUNDS, ROUND_S = 30, 0.005
 MUCH_SPREAD = 0.2
@@ -77,7 +77,7 @@ def judged(name: str, is_fine: bool, found: str, advice: str, otherwise: Status 
 
 
 def machine_findings(spill_dir: str | Path | None) -> Iterator[Finding]:
-    """All findings on the machine. The spill disk is written to, for a fraction of a second."""
+    """All findings on the machine. The spill disk is written to, for a second."""
     yield system()
     yield threads(torch.get_num_threads(), usable_processors())
     left_bytes, limit = available_and_limit()
@@ -118,20 +118,16 @@ def huge_pages(setting: str) -> Finding:
 
 
 def spill_disk(spill_dir: str | Path | None) -> Finding:
-    """Checks the folder of values swapped on the CPU: its free space, and the speed of 64 MiB out and back."""
+    """Checks the folder of values swapped on the CPU: its free space, and the link to a file in it."""
     try:
         where = choose_spill_dir(spill_dir)
         free_bytes = shutil.disk_usage(where).free
-        size_bytes = min(PROBE_BYTES, free_bytes // 2)
-        out_s, in_s = _copy_seconds(where, size_bytes)
+        link = measure_link(torch.device("cpu"), where, sizes=COPIED_BYTES)
     except (SpillError, OSError) as error:
         advice = "name a folder on a disk by --spill-dir or POOCH_SPILL_DIR; nothing is swapped on the CPU without"
         return Finding("spill disk", " ".join(str(error).split()), Status.MISSING, advice)
-    found = (
-        f"{where} ({file_system_type(where) or 'unknown'}), {format_bytes(free_bytes)} free, out "
-        f"{format_rate(size_bytes / out_s)}, in {format_rate(size_bytes / in_s)} ({format_bytes(size_bytes)}, page "
-        "cache included)"
-    )
+    kind, free = file_system_type(where) or "unknown", format_bytes(free_bytes)
+    found = f"{where} ({kind}), {free} free; page cache included, {link_line(link)}"
     return judged("spill disk", free_bytes >= LEAST_FREE_BYTES, found, "make room there, or name another --spill-dir")
 
 
@@ -170,22 +166,6 @@ def _rounds_s() -> list[float]:
     while timer.timeit(repeats) < ROUND_S:
         repeats *= 2
     return timer.repeat(ROUNDS, repeats)
-
-
-def _copy_seconds(where: Path, size_bytes: int) -> tuple[float, float]:
-    """Seconds out and back in, with a spill file that has been written once."""
-    file = SpillFile(where)
-    try:
-        file.write_ahead(size_bytes)
-        buffer, times_s = memoryview(bytearray(size_bytes)), [time.perf_counter()]
-        for move in (os.pwritev, os.preadv):
-            moved = 0
-            while moved < size_bytes:
-                moved += move(file.descriptor, [buffer[moved:]], moved)
-            times_s.append(time.perf_counter())
-        return times_s[1] - times_s[0], times_s[2] - times_s[1]
-    finally:
-        file.close()
 
 
 def software_findings(*, builds: bool = False) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from torch import nn
 from poochplan.doctor import Finding, Status, judged
 from poochplan.errors import named_line
 from poochplan.formats.plan import Decision
-from poochplan.formats.queries import link_rows, saved_values
+from poochplan.formats.queries import link_line, saved_values
 from poochplan.profiler.capture.clock import DeviceClock, current
 from poochplan.profiler.link import measure_link
 from poochplan.profiler.live.capturing import Capturing
@@ -180,10 +180,9 @@ def pinning(where: torch.device) -> Finding:
 def link(where: torch.device) -> Finding:
     """Rates of copies both ways."""
     there = measure_link(where, sizes=LINK_SIZES_BYTES)
-    found = "; ".join(f"{name}: {text}" for name, text in link_rows(there).items())
     fine = min(there.outward.bandwidth_bytes_per_s, there.inward.bandwidth_bytes_per_s) >= SLOW_BYTES_PER_S
     advice = "look at the slot's lanes (nvidia-smi -q -d PERFORMANCE,PCIE); plans count on the measured rates"
-    return judged("link", fine, found, advice)
+    return judged("link", fine, link_line(there), advice)
 
 
 def events(where: torch.device) -> Finding:

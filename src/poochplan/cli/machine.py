@@ -27,7 +27,7 @@ _STYLE = {"ok": "green", "warning": "yellow", "missing": "bold red", "failed": "
 class DoctorVerb(Verb):
     name = "doctor"
     help = """
-Checks threads, memory, huge pages, the spill disk (64 MiB are written and removed), the noise of the machine, torch,
+Checks threads, memory, huge pages, the spill disk (32 MiB are written and removed), the noise of the machine, torch,
 CUDA and CuPy, the solvers, and the parts that are compiled on first use (the planner's evaluator and the allocator).
 Each line is ok, warning, missing or failed, and says what to do. WORKLOAD is built, and its model is checked: train
 mode, compiled parts, activation checkpointing, optimizer, and whether the in-core step fits. With --gpu a GPU is tried

@@ -217,6 +217,10 @@ def link_rows(link: Link) -> dict[str, str]:
     }
 
 
+def link_line(link: Link) -> str:
+    return "; ".join(f"{name}: {text}" for name, text in link_rows(link).items())
+
+
 FRAMES: dict[str, Callable[[ProfileData], pd.DataFrame]] = {"layers": _layers, "ops": _ops, "values": _values}
 
 
