@@ -61,11 +61,13 @@ def new_figure(height_inches: float, headline: str, subtitle: str, left: float =
     return figure
 
 
-def placed(figure: Figure, above_inches: float, below_inches: float, **sides: float) -> dict[str, float]:
-    """Where axes lie, for matplotlib: this far from the figure's top and bottom; ``sides`` are shares of its width."""
+def placed(figure: Figure, above_inches: float, below_inches: float, **more: float) -> dict[str, float]:
+    """Where axes lie, as matplotlib's grids take it: this far from the figure's top and bottom. ``more`` goes over the
+    usual sides, or beside them.
+    """
     height_inches = figure.get_figheight()
     ends = {"top": 1 - above_inches / height_inches, "bottom": below_inches / height_inches}
-    return {"left": LEFT, "right": RIGHT, **ends, **sides}
+    return {"left": LEFT, "right": RIGHT, **ends, **more}
 
 
 def write_picture(figure: Figure, path: str | Path, *, force: bool = False) -> Path:

@@ -123,7 +123,7 @@ def _draw_bars(axes: Axes, rows: dict[str, dict[str, int]], factor: int = 1, roo
             axes.barh(row, held[what] / factor, left=end, height=0.7, color=palette.holder_colour(what))
             end += held[what] / factor
         size = format_bytes(sum(held.values()))
-        axes.text(end + 0.01 * room**2 * most, row, size, va="center", fontsize=7.5, color=palette.QUIET)
+        axes.text(end + 0.015 * room * most, row, size, va="center", fontsize=7.5, color=palette.QUIET)
     axes.set_yticks(range(len(rows)), labels=[palette.shortened(name, LONGEST_LABEL) for name in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, room * most)
