@@ -25,8 +25,7 @@ from benchmarks import networks
 from benchmarks.facts import Row, facts_of_run, known_rows, parser_of, table_row, write_results
 from benchmarks.instances import classifier
 from poochplan import Workload, fit
-from poochplan.fitting.family import family_of
-from poochplan.fitting.probes import Machine, Probes
+from poochplan.fitting.probes import Machine, Probes, family_of
 from poochplan.workloads import sequence, unrolled, volume
 
 MEMORY, MARGIN, LINK, DEVICE = "16GiB", "0.5GiB", "nvlink2", "v100"

@@ -26,8 +26,7 @@ from benchmarks.plans import costs_of, predicted
 from benchmarks.settings import MARGIN, SETTINGS, SMALL, Setting
 from poochplan import Plan, Profile, Workload
 from poochplan.errors import InfeasibleError
-from poochplan.fitting.family import family_of
-from poochplan.fitting.probes import Machine, Probes
+from poochplan.fitting.probes import Machine, Probes, family_of
 from poochplan.planner import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.simulator.problem import Problem

@@ -14,9 +14,8 @@ from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.profiler.request import ProgressCallback
 from poochplan.units import format_bytes, memory_and_margin
 
-from .family import Target, Trial, family_of, tried
 from .largest import Found, largest
-from .probes import Machine, Probes, Rung, ladder_values
+from .probes import Machine, Probes, Rung, Target, Trial, family_of, ladder_values
 
 MOST_DOUBLINGS = 20
 """Without an upper end the search stops at this many doublings of its first value."""
@@ -137,9 +136,6 @@ def fit(
     assert value is not None, "an error was raised"
     rungs = tuple(judge.rung(one) for one in ladder_values(in_core, value, min(start, value)) if judge.takes(one))
     rates = [(rung.items_per_s, rung.value) for rung in rungs if rung.items_per_s is not None and rung.fits]
-    made, taken, trial = judge.plan(value), judge.profile(value), None
-    if machine.is_here and steps:
-        trial = tried(family, value, made, steps, taken.mode == "run", spill_dir, say)
     return Fit(
         workload=family.name,
         parameter=vary,
@@ -153,9 +149,9 @@ def fit(
         following=None if found.following is None else judge.rung(found.following),
         best=max(rates)[1] if rates and family.is_comparable else None,
         rungs=rungs,
-        plan=made,
-        profile=taken,
-        trial=trial,
+        plan=judge.plan(value),
+        profile=judge.profile(value),
+        trial=judge.tried(value, steps) if machine.is_here and steps else None,
         notes=tuple(_notes(judge.first or judge, found, high)),
     )
 

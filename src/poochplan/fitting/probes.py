@@ -1,4 +1,4 @@
-"""Values of the parameter with their profiles and plans, each taken once; and the ladder of values."""
+"""A workload's values of one whole-number parameter, with their profiles, plans and steps; and the ladder of values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-from poochplan.errors import InfeasibleError
+import torch
+
+from poochplan import verify
+from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.arena.reserved import in_core_bytes
@@ -19,16 +22,109 @@ from poochplan.profiler.fake.fake import building
 from poochplan.profiler.link import cached_link
 from poochplan.profiler.profiling import profile
 from poochplan.profiler.request import ProgressCallback, checked_device
+from poochplan.workload import Workload, load_workload, parameter_values, parse_override
 
-from .family import Family
 from .largest import NEIGHBOURS, Found, largest
 
+Target = str | Callable[..., Workload]
+"""The argument of :func:`poochplan.workload.load_workload`: a name, a TOML file, a function's name, or the function
+itself."""
 BYTES_ALONE = "h200"
 """The roofline of profiles that are only used for bytes, which no roofline changes."""
 ITERATIONS = 2
 """Timed steps of a real profile: enough for a plan, and few enough to look at several values."""
 MOST_RUNGS = 8
 """Most powers of two in a ladder; of more, this many are taken evenly."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Workloads that differ in one whole-number parameter."""
+
+    target: Target
+    name: str
+    """The workload's short name."""
+    parameter: str
+    own: int | None
+    """The workload's default value; None if it has none."""
+    settings: Mapping[str, Any]
+    """Settings of other parameters, as ``--set`` gives them."""
+    assumed: Mapping[str, int]
+    """Whole-number parameters that are not varied: sizes of images, sequences and layers."""
+    seed: int = 0
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step, if another parameter gives them; else 1."""
+        return next((value for name, value in self.assumed.items() if _is_batch(name)), 1)
+
+    def workload(self, value: int) -> Workload:
+        """The seeded workload with that value; raises what ``load_workload`` raises."""
+        verify.seed_everything(self.seed)
+        return load_workload(self.target, {**self.settings, self.parameter: value}).workload
+
+    def where(self, value: int) -> torch.device:
+        """Where the workload builds its model; raises what building it with that value raises."""
+        with building():
+            return checked_device(self.workload(value).model, None, None, 0)
+
+    def items(self, value: int) -> int:
+        """Number of items that a step processes, in units of :attr:`unit`."""
+        return value * self.batch if self.is_comparable else self.batch
+
+    @property
+    def unit(self) -> str:
+        """The unit of throughput: samples, positions of sequences, or steps if the number of samples is unknown."""
+        if _is_length(self.parameter):
+            return "positions"
+        return "samples" if self.batch > 1 or _is_batch(self.parameter) else "steps"
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether items per second of two values show which is better: the items are alike, and more items are more
+        work.
+        """
+        return _is_batch(self.parameter) or _is_length(self.parameter)
+
+
+def family_of(target: Target, parameter: str, settings: Mapping[str, Any] | None = None, seed: int = 0) -> Family:
+    """The workloads of ``target`` that differ in ``parameter``; builds none of them.
+
+    An unknown parameter is left to ``load_workload``, which names the known ones.
+
+    Raises
+    ------
+    UsageError
+        The parameter is set as well, or its value is no whole number; or the workload is not found.
+    """
+    given = {name: parse_override(value) for name, value in (settings or {}).items()}
+    if parameter in given:
+        raise UsageError(
+            f"{parameter}: expected it to be varied alone, found it set to {given[parameter]!r} as well; "
+            "leave that out, or give the range of values to search"
+        )
+    name, own = parameter_values(target)
+    known = own | given
+    if own.get(parameter) is not None and not _is_whole(own[parameter]):
+        others = ", ".join(name for name, value in known.items() if _is_whole(value)) or "none"
+        raise UsageError(
+            f"{parameter}: expected a parameter that is a whole number, found {own[parameter]!r} of type "
+            f"{type(own[parameter]).__name__}; those of {name} are: {others}"
+        )
+    assumed = {key: value for key, value in known.items() if _is_whole(value) and key not in (parameter, "seed")}
+    return Family(target, name, parameter, own.get(parameter), settings or {}, assumed, seed)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_batch(parameter: str) -> bool:
+    return "batch" in parameter
+
+
+def _is_length(parameter: str) -> bool:
+    return "length" in parameter
 
 
 @dataclass(frozen=True)
@@ -68,6 +164,20 @@ class Rung:
     """Throughput of the planned step, in units of ``Fit.unit``."""
     is_measured: bool = False
     """Whether real steps were profiled; otherwise the profile was taken without memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    value: int
+    steps: int
+    peak_bytes: int | None
+    """Most bytes of any metered step, of what the budget covers."""
+    is_within: bool
+    """Whether each step stayed within the budget."""
+    is_bitwise: bool | None
+    """Whether losses, gradients, buffers and parameters equal those of in-core steps; None if in-core does not fit."""
+    difference: str | None
+    """The first tensor that differs."""
 
 
 @dataclass(eq=False)
@@ -175,6 +285,27 @@ class Probes:
             smallest_peak_bytes=self.least_bytes(value),
             is_measured=self.machine.is_here,
             **figures,
+        )
+
+    def tried(self, value: int, steps: int) -> Trial:
+        """Runs steps under the plan and, if in-core fits this machine, the same ones without it; raises what ``apply``
+        raises.
+        """
+        family, made = self.family, self.plan(value)
+        self.say(f"{family.parameter} {value}, {steps} steps under its plan")
+        build, spill_dir = partial(family.workload, value), self.machine.spill_dir
+        how: dict[str, Any] = {"steps": steps, "timed_steps": 0, "seed": family.seed, "spill_dir": spill_dir}
+        compared = verify.check(build, made, **how) if self.profile(value).mode == "run" else None
+        run = compared.planned if compared else verify.run_planned(build, made, record=False, **how)
+        taken = (step.reserved_bytes if made.on == "reserved" else step.peak_bytes for step in run.step_reports)
+        peak_bytes = max((one for one in taken if one is not None), default=None)
+        return Trial(
+            value=value,
+            steps=steps,
+            peak_bytes=peak_bytes,
+            is_within=(peak_bytes or 0) <= made.budget_bytes,
+            is_bitwise=compared.difference is None if compared else None,
+            difference=compared.difference if compared else None,
         )
 
     def _made(self, value: int) -> Plan | None:
