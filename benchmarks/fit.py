@@ -25,8 +25,7 @@ from benchmarks import networks
 from benchmarks.facts import Row, facts_of_run, known_rows, parser_of, table_row, write_results
 from benchmarks.instances import classifier
 from poochplan import Workload, fit
-from poochplan.fitting.family import Machine, family_of, profiles
-from poochplan.fitting.probes import Probes
+from poochplan.fitting.probes import Machine, Probes, family_of
 from poochplan.workloads import sequence, unrolled, volume
 
 MEMORY, MARGIN, LINK, DEVICE = "16GiB", "0.5GiB", "nvlink2", "v100"
@@ -108,15 +107,10 @@ def large(name: str, limits: Row) -> Row:
     found = fit(
         LARGE[name], "batch_size", MEMORY, roofline=DEVICE, link=LINK, margin=MARGIN, progress=print, **limits,
     )  # fmt: skip
-    family = family_of(LARGE[name], "batch_size")
     machine = Machine(found.budget_bytes, DEVICE, LINK)
-    probes = Probes(family, profiles(family, machine, print, bytes_alone=True), found.budget_bytes, limits)
+    probes = Probes(family_of(LARGE[name], "batch_size"), machine, print, limits)
     wanted = {str(multiple): round(multiple * (found.in_core_value or 0)) for multiple in MULTIPLES}
-    at = {
-        multiple: asdict(probes.rung(value, is_measured=False))
-        for multiple, value in wanted.items()
-        if 0 < value <= found.value
-    }
+    at = {multiple: asdict(probes.rung(value)) for multiple, value in wanted.items() if 0 < value <= found.value}
     return figures_of(found) | {"at": at, "asked": ASKED.get(name)}
 
 

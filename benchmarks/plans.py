@@ -42,9 +42,8 @@ def predicted(plan: Plan, *names: str) -> dict[str, Any]:
 
 def costs_of(plan: Plan) -> dict[str, float | None]:
     """Overhead and bound as shares of the in-core step, the gap, and the seconds that it took to solve."""
-    bound_s, in_core_s = plan.solve.bound_s, plan.prediction.in_core_step_s
-    bound = None if bound_s is None else bound_s / in_core_s - 1
-    return predicted(plan, "overhead") | {"bound": bound, "gap": plan.solve.gap, "wall_s": plan.solve.wall_s}
+    solve = plan.solve
+    return predicted(plan, "overhead") | {"bound": plan.bound_overhead, "gap": solve.gap, "wall_s": solve.wall_s}
 
 
 def policy_overhead(name: str, given: PolicyInput) -> float | None:

@@ -26,9 +26,7 @@ from benchmarks.plans import costs_of, predicted
 from benchmarks.settings import MARGIN, SETTINGS, SMALL, Setting
 from poochplan import Plan, Profile, Workload
 from poochplan.errors import InfeasibleError
-from poochplan.fitting.family import Family, Machine, family_of, profiles
-from poochplan.fitting.largest import largest
-from poochplan.fitting.probes import Probes
+from poochplan.fitting.probes import Machine, Probes, family_of
 from poochplan.planner import plan, smallest_budget
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.simulator.problem import Problem
@@ -39,8 +37,8 @@ SWAPPING = ("swap-all-on-demand", "vdnn", "earliest-first", "tflms")
 MOST_BATCH = 1 << 20
 
 
-def family(build: Callable[..., Workload]) -> Family:
-    return family_of(build, "batch_size")
+def probes_of(build: Callable[..., Workload], machine: Machine) -> Probes:
+    return Probes(family_of(build, "batch_size"), machine, say)
 
 
 @functools.cache
@@ -49,13 +47,9 @@ def batches(build: Callable[..., Workload], budget_bytes: int) -> tuple[int | No
 
     They are asked of bytes alone, which no device changes.
     """
-    workloads = family(build)
-    take = profiles(workloads, Machine(budget_bytes), say, bytes_alone=True)
-    probes = Probes(workloads, take, budget_bytes, {})
-    in_core, most = (
-        largest(size_bytes, budget_bytes, workloads.own or 1, 1, MOST_BATCH, 1).value
-        for size_bytes in (probes.in_core, probes.smallest)
-    )
+    probes = probes_of(build, Machine(budget_bytes))
+    start = probes.family.own or 1
+    in_core, most = (probes.largest(size, start, 1, MOST_BATCH, 1).value for size in (Probes.in_core, Probes.smallest))
     return in_core, most
 
 
@@ -68,8 +62,7 @@ def step_of(setting: Setting, batch: int) -> Profile:
     if setting.profile is not None:
         return setting.profile()
     assert setting.build is not None
-    machine = Machine(0, setting.device, setting.link)
-    return profiles(family(setting.build), machine, say, bytes_alone=True)(batch)
+    return probes_of(setting.build, Machine(0, setting.device, setting.link)).profile(batch)
 
 
 def row_of(setting: Setting, arguments: argparse.Namespace) -> Row:

@@ -143,9 +143,7 @@ def _facts_of(profile: Profile, solving: Solving, policy: str, budget_bytes: int
     made = plan(profile, budget_bytes, threads=1, **asdict(solving))
     if made.covered_bytes > budget_bytes:
         return {"status": CellStatus.INFEASIBLE, "peak_bytes": made.covered_bytes}
-    bound_s, in_core_s = made.solve.bound_s, made.prediction.in_core_step_s
-    bound = bound_s / in_core_s - 1 if bound_s is not None and in_core_s > 0 else None
-    proven = {"status": made.solve.status, "bound_overhead": bound, "gap": made.solve.gap}
+    proven = {"status": made.solve.status, "bound_overhead": made.bound_overhead, "gap": made.solve.gap}
     return proven | _figures(made.prediction, "out_bytes", "in_bytes")
 
 

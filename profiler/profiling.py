@@ -20,7 +20,7 @@ from poochplan.planner.simulator.evaluator import begin_build, library
 from poochplan.profiler.assembly.assemble import EVAL_MODE, runtime_notes
 from poochplan.profiler.assembly.reconcile import JUDGED_S, MUCH
 from poochplan.profiler.capture.clock import current
-from poochplan.profiler.fake.fake_profile import fake_profile, needed_without_memory
+from poochplan.profiler.fake.fake_profile import beside_static, fake_profile, step_without_memory
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.profiler.live.after_capture import PhaseTiming
 from poochplan.profiler.live.capturing import Capturing
@@ -192,7 +192,7 @@ def _profile_inside(
     def fits(profile: Profile) -> bool:
         if mode != "auto":
             return mode == "run"
-        return fitting_mode(_beside_static(profile), memory_left(where))[0] == "run"
+        return fitting_mode(beside_static(profile), memory_left(where))[0] == "run"
 
     study_options = StudyOptions(
         link=lambda: on_worker_thread(lambda: options.link or measure_link(where, spill_dir, rate)),
@@ -237,12 +237,12 @@ def _profile_fitting(
         return _profile_real(new_steps, where, mode, options, [])
     if where.type == "cpu":
         first = new_steps()  # collectives need memory
-        needed_bytes = None if is_sharded(first.model) else needed_without_memory(first)
-        if needed_bytes is None:
+        draft = None if is_sharded(first.model) else step_without_memory(first)
+        if draft is None:
             swapping = new_steps(in_core=False)
             with _restoring(swapping, where, options), _warm(swapping, where, "swap-all", options):
-                needed_bytes = _beside_static(swapping.run(Capturing(swapping.context)).untimed("run"))
-        mode, why = fitting_mode(needed_bytes, available_bytes())
+                draft = swapping.run(Capturing(swapping.context)).untimed("run")
+        mode, why = fitting_mode(beside_static(draft), available_bytes())
         options.say(why)
         return _profile_real(new_steps, where, mode, options, [why])
     try:
@@ -277,11 +277,6 @@ def _warm(steps: StepFunction, where: torch.device, mode: RealMode, options: Opt
             _wait_for_builds()
         check_real(steps.loss)
         yield
-
-
-def _beside_static(profile: Profile) -> int:
-    """Bytes that the in-core step adds to those that exist before it."""
-    return profile.in_core_peak_bytes - sum(profile.static_bytes.values())
 
 
 def _profile_real(

@@ -92,9 +92,9 @@ def _machine_of(
     return device, link, [note, memory_note(unknown, distinct)]
 
 
-def needed_without_memory(steps: StepFunction) -> int | None:
-    """Bytes that the in-core step adds to those that exist before the first step; None if the step only runs with
-    data. The step runs twice, on fake tensors. Its errors are ignored: the real step will raise them.
+def step_without_memory(steps: StepFunction) -> Profile | None:
+    """The in-core step, untimed, with the static bytes that exist before the first one; None if it only runs with data.
+    It runs twice, on fake tensors. Its errors are ignored: the real step will raise them.
     """
     model, optimizer = steps.model, steps.optimizer
     if compiled_modules(model) or wrapper_of(model) is not None:  # it would be compiled, or wait for other ranks
@@ -112,5 +112,10 @@ def needed_without_memory(steps: StepFunction) -> int | None:
     except Exception:  # the step's code may raise anything when tensors have no content
         return None
     draft = seen.untimed("fake")
-    before_bytes = sum(draft.static_bytes[kind] for kind in (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT))
-    return draft.in_core_peak_bytes - there_bytes - before_bytes
+    before = {str(kind): draft.static_bytes[kind] for kind in (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)}
+    return msgspec.structs.replace(draft, static_bytes=before | {str(Kind.OPTIMIZER_STATE): there_bytes})
+
+
+def beside_static(profile: Profile) -> int:
+    """Bytes that the in-core step adds to those that exist before it."""
+    return profile.in_core_peak_bytes - sum(profile.static_bytes.values())

@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-import inspect
-import os
 import platform
 import shutil
 import sys
-import time
 import timeit
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from poochplan.errors import NativeError, SpillError
 from poochplan.formats.files import cache_folder, package_version
+from poochplan.formats.queries import link_line
 from poochplan.native import NativeBuild, check_makeable, is_noexec
 from poochplan.planner.simulator.evaluator import EVALUATOR
 from poochplan.planner.sweep import usable_processors
 from poochplan.profiler.assembly.assemble import model_notes, this_host
 from poochplan.profiler.capture.node_ops import name_of
-from poochplan.profiler.fake.fake_profile import needed_without_memory
+from poochplan.profiler.fake.fake_profile import beside_static, step_without_memory
+from poochplan.profiler.link import measure_link
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.runtime.arena.library import ALLOCATOR
 from poochplan.runtime.devices.backend import accelerator_type
-from poochplan.runtime.devices.cpu import SpillFile, choose_spill_dir, file_system_type
+from poochplan.runtime.devices.cpu import choose_spill_dir, file_system_type
 from poochplan.runtime.replays.compiled_tape import TAPE
 from poochplan.tensors.host_memory import available_and_limit, available_bytes, io_limits
 from poochplan.tensors.modes import compiled_modules
 from poochplan.torch_private.tensor_internals import intercept_autograd, nodes_behind
-from poochplan.units import format_bytes, format_rate
+from poochplan.units import format_bytes
 from poochplan.workload import Workload
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-PROBE_BYTES = 64 << 20
+COPIED_BYTES = (4 << 20, 16 << 20)
 LEAST_FREE_BYTES = 4 << 30
 ROUNDS, ROUND_S = 30, 0.005
 MUCH_SPREAD = 0.2
@@ -64,39 +61,27 @@ class Status(StrEnum):
     """It was tried, and did not do what it must."""
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class Finding(msgspec.Struct, frozen=True):
     """The subject of a check, its result, and what to do."""
 
     name: str
-    status: Status
     found: str
+    status: Status = Status.OK
     advice: str = ""
     """Empty if there is nothing to do."""
 
 
-def ok(name: str, found: str) -> Finding:
-    return Finding(name=name, status=Status.OK, found=found)
-
-
-def missing(name: str, found: str, advice: str) -> Finding:
-    return Finding(name=name, status=Status.MISSING, found=found, advice=advice)
-
-
-def failed(name: str, found: str, advice: str) -> Finding:
-    return Finding(name=name, status=Status.FAILED, found=found, advice=advice)
-
-
-def judged(name: str, is_fine: bool, found: str, advice: str = "") -> Finding:
-    """A finding without a problem if ``is_fine``, else a warning with its advice."""
-    return ok(name, found) if is_fine else Finding(name=name, status=Status.WARNING, found=found, advice=advice)
+def judged(name: str, is_fine: bool, found: str, advice: str, otherwise: Status = Status.WARNING) -> Finding:
+    """A finding without a problem if ``is_fine``, else one with its advice."""
+    return Finding(name, found) if is_fine else Finding(name, found, otherwise, advice)
 
 
 def machine_findings(spill_dir: str | Path | None) -> Iterator[Finding]:
-    """All findings on the machine. The spill disk is written to, for a fraction of a second."""
+    """All findings on the machine. The spill disk is written to, for a second."""
     yield system()
     yield threads(torch.get_num_threads(), usable_processors())
     left_bytes, limit = available_and_limit()
-    yield ok("memory", f"{format_bytes(left_bytes)} free for this process, by the limit of {limit}")
+    yield Finding("memory", f"{format_bytes(left_bytes)} free for this process, by the limit of {limit}")
     yield huge_pages(HUGE_PAGES.read_text(encoding="utf-8") if HUGE_PAGES.exists() else "")
     yield spill_disk(spill_dir)
     yield disk_rate(io_limits())
@@ -108,9 +93,8 @@ def system() -> Finding:
     """Profiling and running need Linux."""
     host = this_host()
     found = f"{host.system}, {host.processor}"
-    if sys.platform.startswith("linux"):
-        return ok("system", found)
-    return missing("system", found, "profile and run on Linux; plans can be made here")
+    advice = "profile and run on Linux; plans can be made here"
+    return judged("system", sys.platform.startswith("linux"), found, advice, Status.MISSING)
 
 
 def threads(used: int, cores: int) -> Finding:
@@ -127,27 +111,23 @@ def huge_pages(setting: str) -> Finding:
     chosen = setting.partition("[")[2].partition("]")[0]
     fine = {"always": "always", "madvise": "on request, which the compiled allocator makes"}
     if chosen in fine:
-        return ok("huge pages", fine[chosen])
+        return Finding("huge pages", fine[chosen])
     found = chosen or "the kernel gives no setting"
     advice = f"echo madvise | sudo tee {HUGE_PAGES}; without them fresh memory takes up to half of a step on the CPU"
     return judged("huge pages", False, found, advice)
 
 
 def spill_disk(spill_dir: str | Path | None) -> Finding:
-    """Checks the folder of values swapped on the CPU: its free space, and the speed of 64 MiB out and back."""
+    """Checks the folder of values swapped on the CPU: its free space, and the link to a file in it."""
     try:
         where = choose_spill_dir(spill_dir)
         free_bytes = shutil.disk_usage(where).free
-        size_bytes = min(PROBE_BYTES, free_bytes // 2)
-        out_s, in_s = _copy_seconds(where, size_bytes)
+        link = measure_link(torch.device("cpu"), where, sizes=COPIED_BYTES)
     except (SpillError, OSError) as error:
         advice = "name a folder on a disk by --spill-dir or POOCH_SPILL_DIR; nothing is swapped on the CPU without"
-        return missing("spill disk", " ".join(str(error).split()), advice)
-    found = (
-        f"{where} ({file_system_type(where) or 'unknown'}), {format_bytes(free_bytes)} free, out "
-        f"{format_rate(size_bytes / out_s)}, in {format_rate(size_bytes / in_s)} ({format_bytes(size_bytes)}, page "
-        "cache included)"
-    )
+        return Finding("spill disk", " ".join(str(error).split()), Status.MISSING, advice)
+    kind, free = file_system_type(where) or "unknown", format_bytes(free_bytes)
+    found = f"{where} ({kind}), {free} free; page cache included, {link_line(link)}"
     return judged("spill disk", free_bytes >= LEAST_FREE_BYTES, found, "make room there, or name another --spill-dir")
 
 
@@ -167,7 +147,7 @@ def caches(folder: Path) -> Finding:
         return judged("caches", False, str(error).partition("; ")[0], advice)
     if is_noexec(folder):
         return judged("caches", False, f"{folder} is mounted noexec: what is compiled there cannot be loaded", advice)
-    return ok("caches", str(folder))
+    return Finding("caches", str(folder))
 
 
 def noise(rounds_s: list[float]) -> Finding:
@@ -188,25 +168,9 @@ def _rounds_s() -> list[float]:
     return timer.repeat(ROUNDS, repeats)
 
 
-def _copy_seconds(where: Path, size_bytes: int) -> tuple[float, float]:
-    """Seconds out and back in, with a spill file that has been written once."""
-    file = SpillFile(where)
-    try:
-        file.write_ahead(size_bytes)
-        buffer, times_s = memoryview(bytearray(size_bytes)), [time.perf_counter()]
-        for move in (os.pwritev, os.preadv):
-            moved = 0
-            while moved < size_bytes:
-                moved += move(file.descriptor, [buffer[moved:]], moved)
-            times_s.append(time.perf_counter())
-        return times_s[1] - times_s[0], times_s[2] - times_s[1]
-    finally:
-        file.close()
-
-
 def software_findings(*, builds: bool = False) -> Iterator[Finding]:
     """All findings on the software. With ``builds`` compiled parts are built first, which takes seconds."""
-    yield ok("poochplan", f"{package_version()} on Python {platform.python_version()}")
+    yield Finding("poochplan", f"{package_version()} on Python {platform.python_version()}")
     yield torch_version(str(torch.__version__))
     yield cuda(torch.cuda.device_count() if torch.cuda.is_available() else 0, torch.version.cuda, accelerator_type())
     yield cupy(torch.version.cuda if torch.cuda.is_available() else None, installed)
@@ -234,19 +198,19 @@ def torch_version(found: str) -> Finding:
 def cuda(devices: int, built_for: str | None, other: str = "") -> Finding:
     """``other``: the type of an accelerator that is there in its place."""
     if devices:
-        return ok("CUDA", f"{devices} devices, torch built for CUDA {built_for}")
+        return Finding("CUDA", f"{devices} devices, torch built for CUDA {built_for}")
     found = f"torch is built for CUDA {built_for}, and finds no device" if built_for else "torch is built without it"
-    return ok("CUDA", f"{found}: profiles and runs use {f'{other} or ' if other else ''}the CPU")
+    return Finding("CUDA", f"{found}: profiles and runs use {f'{other} or ' if other else ''}the CPU")
 
 
 def cupy(torch_cuda: str | None, versions: Versions) -> Finding:
     """Checks that CuPy is for torch's CUDA. It queues copies with the least work for the launching thread."""
     if torch_cuda is None:
-        return ok("CuPy", "not needed without a GPU")
+        return Finding("CuPy", "not needed without a GPU")
     wanted = f"cuda{torch_cuda.partition('.')[0]}"
     there = {name: found for name in ("cuda12", "cuda13") if (found := versions(f"cupy-{name}x"))}
     if wanted in there and len(there) == 1:
-        return ok("CuPy", f"cupy-{wanted}x {there[wanted]}, as torch's CUDA")
+        return Finding("CuPy", f"cupy-{wanted}x {there[wanted]}, as torch's CUDA")
     names = ", ".join(f"cupy-{name}x {text}" for name, text in there.items())
     found = f"{names}, where torch has CUDA {torch_cuda}" if there else f"none; torch has CUDA {torch_cuda}"
     others = "".join(f"pip uninstall cupy-{name}x; " for name in there if name != wanted)
@@ -258,10 +222,10 @@ def solvers(versions: Versions) -> Finding:
     pulp, highs = versions("pulp"), versions("highspy")
     found = ", ".join(f"{name} {text}" for name, text in (("highspy", highs), ("pulp", pulp)) if text) or "none"
     if pulp and highs:
-        return ok("solvers", found)
+        return Finding("solvers", found)
     if pulp:
         return judged("solvers", False, found, "pip install highspy: it plans faster, and nearer to the bound")
-    return missing("solvers", found, "pip install pulp highspy: planning needs them")
+    return Finding("solvers", found, Status.MISSING, "pip install pulp highspy: planning needs them")
 
 
 def compiled_part(part: NativeBuild, *, builds: bool = False) -> Finding:
@@ -279,10 +243,11 @@ def compiled_part(part: NativeBuild, *, builds: bool = False) -> Finding:
     if reason:
         found, advice = part.reason_and_advice(reason)
         advice = f"{advice}; without it {part.without}"
-        return missing(part.name, found, advice) if builds else judged(part.name, False, found, advice)
+        return Finding(part.name, found, Status.MISSING if builds else Status.WARNING, advice)
     if part.is_built():
-        return ok(part.name, f"built: {part.file().parent.name}")
-    return ok(part.name, f"not built yet; {part.compiler_name()} will do it on first use, or pooch doctor --build now")
+        return Finding(part.name, f"built: {part.file().parent.name}")
+    compiler = part.compiler_name()
+    return Finding(part.name, f"not built yet; {compiler} will do it on first use, or pooch doctor --build now")
 
 
 def workload_findings(workload: Workload) -> Iterator[Finding]:
@@ -291,19 +256,19 @@ def workload_findings(workload: Workload) -> Iterator[Finding]:
     every = list(model.parameters())
     where = every[0].device if every else torch.device("cpu")
     count, size_bytes = sum(one.numel() for one in every), sum(one.nbytes for one in every)
-    yield ok("model", f"{type(model).__name__} on {where}, {count:,} parameters ({format_bytes(size_bytes)})")
+    yield Finding("model", f"{type(model).__name__} on {where}, {count:,} parameters ({format_bytes(size_bytes)})")
     yield training(model)
     yield compiled_parts(model)
     nodes: set[str] = set()
-    with CheckpointCalls() as calls, intercept_autograd(lambda run: _noting(run, nodes)):
+    with intercept_autograd(lambda run: _noting(run, nodes)):
         steps = StepFunction(workload.step, model, workload.optimizer, where)
-        needed_bytes = needed_without_memory(steps) if where.type == "cpu" else None
-    yield checkpointing(model, calls.count)
+        draft = step_without_memory(steps) if where.type == "cpu" else None
+    yield checkpointing(model, draft.facts.checkpointed if draft and draft.facts else ())
     if nodes:  # empty if the step has not run
         yield other_formulas(nodes)
     yield optimizer(workload.optimizer)
     if where.type == "cpu":
-        yield memory(needed_bytes, available_bytes())
+        yield memory(beside_static(draft) if draft else None, available_bytes())
 
 
 def training(model: torch.nn.Module) -> Finding:
@@ -316,36 +281,35 @@ def compiled_parts(model: torch.nn.Module) -> Finding:
     """Lists compiled regions. Plans only decide about their saved values at their edges."""
     found = compiled_modules(model)
     if not found:
-        return ok("compiled parts", "none")
+        return Finding("compiled parts", "none")
     if "" in found:
         advice = (
             "have poochplan.compile compile it with a plan inside (pooch run --compile), or compile its blocks instead "
             "(block.compile() for each): a plan decides about values between regions"
         )
         return judged("compiled parts", False, "the whole model is one compiled region", advice)
-    some = ", ".join(list(found)[:3])
-    return ok("compiled parts", f"{len(found)}, first {some}; their saved values are swapped or kept, not recomputed")
+    some = f"{len(found)}, first {', '.join(list(found)[:3])}"
+    return Finding("compiled parts", f"{some}; their saved values are swapped or kept, not recomputed")
 
 
-def checkpointing(model: torch.nn.Module, calls: int) -> Finding:
-    """Whether a step checkpoints: it made ``calls`` of ``torch.utils.checkpoint``, or modules are set to do so."""
+def checkpointing(model: torch.nn.Module, layers: Sequence[str]) -> Finding:
+    """Whether a step checkpoints: modules are set to do so, or ``layers`` ran forward again in backward."""
     modules = [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False)]
-    if not calls and not modules:
-        return ok("activation checkpointing", "off")
-    where = f"in {modules[0] or 'the model'} and {len(modules) - 1} more" if modules else f"{calls} calls in a step"
+    where = modules or layers
+    found = f"on, in {where[0] or 'the model'} and {len(where) - 1} more" if where else "off"
     advice = "switch it off: a plan recomputes values where it pays, and cannot decide about checkpointed parts"
-    return judged("activation checkpointing", False, f"on, {where}", advice)
+    return judged("activation checkpointing", not where, found, advice)
 
 
 def other_formulas(nodes: Collection[str]) -> Finding:
     """Lists the step's ``nodes`` that use other formulas under a dispatch mode. Sessions have no mode there."""
     found = sorted(one for one in nodes if one.removeprefix("autograd.").startswith(OTHER_FORMULAS))
     if not found:
-        return ok("under a mode", "no operator of the step is known to have other bits under a dispatch mode")
+        return Finding("under a mode", "no operator of the step is known to have other bits under a dispatch mode")
     other = (
         "torch uses another formula under a dispatch mode of yours, such as a FLOP counter; sessions have none there"
     )
-    return ok("under a mode", f"{', '.join(found)}: {other}")
+    return Finding("under a mode", f"{', '.join(found)}: {other}")
 
 
 def _noting(run: Callable[..., Any], nodes: set[str]) -> Callable[..., Any]:
@@ -368,28 +332,6 @@ def optimizer(found: torch.optim.Optimizer | None) -> Finding:
 def memory(needed_bytes: int | None, there_bytes: int) -> Finding:
     """Whether the in-core step fits, by a step without memory."""
     if needed_bytes is None:
-        return ok("in-core step", "the step only runs with data; pooch profile measures its memory")
+        return Finding("in-core step", "the step only runs with data; pooch profile measures its memory")
     found = f"takes {format_bytes(needed_bytes)} beside model and data, {format_bytes(there_bytes)} are free"
     return judged("in-core step", needed_bytes < there_bytes, found, "profile it with --mode swap-all, or auto")
-
-
-class CheckpointCalls:
-    """Counts calls of ``torch.utils.checkpoint.checkpoint`` on this thread within a block, by any imported name.
-
-    State: the count, and the profile function that was set before.
-    """
-
-    _code: CodeType = inspect.unwrap(checkpoint).__code__
-    count = 0
-
-    def __enter__(self) -> CheckpointCalls:
-        self._before = sys.getprofile()
-        sys.setprofile(self._called)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(self._before)
-
-    def _called(self, frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code is self._code:
-            self.count += 1

@@ -17,10 +17,10 @@ from statistics import median
 import torch
 from torch import nn
 
-from poochplan.doctor import Finding, Status, failed, judged, ok
+from poochplan.doctor import Finding, Status, judged
 from poochplan.errors import named_line
 from poochplan.formats.plan import Decision
-from poochplan.formats.queries import saved_values
+from poochplan.formats.queries import link_line, saved_values
 from poochplan.profiler.capture.clock import DeviceClock, current
 from poochplan.profiler.link import measure_link
 from poochplan.profiler.live.capturing import Capturing
@@ -36,7 +36,7 @@ from poochplan.runtime.devices.transfers import copy_out
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.step_policies.follow import AlwaysFollow
 from poochplan.torch_private.cuda_internals import allocator_settings, cudnn_versions, gpu_sleep
-from poochplan.units import format_bytes, format_rate, format_seconds
+from poochplan.units import format_bytes, format_seconds
 
 PINNED_BYTES = 64 << 20
 LINK_SIZES_BYTES = (4 << 20, 32 << 20)
@@ -73,7 +73,8 @@ def _tried(check: Check, where: torch.device) -> Finding:
     try:
         return check(where)
     except Exception as error:
-        return failed(check.__name__, named_line(error), "sessions stand aside at such an error, and the loop goes on")
+        advice = "sessions stand aside at such an error, and the loop goes on"
+        return Finding(check.__name__, named_line(error), Status.FAILED, advice)
 
 
 def verdict(found: Sequence[Finding]) -> Finding:
@@ -81,7 +82,8 @@ def verdict(found: Sequence[Finding]) -> Finding:
     bad = ", ".join(one.name for one in found if one.status in (Status.FAILED, Status.MISSING))
     rest = ", ".join(one.name for one in found if one.status is Status.WARNING)
     if bad:
-        return failed("verdict", f"failed: {bad}", "each of these lines names what is done in its place")
+        advice = "each of these lines names what is done in its place"
+        return Finding("verdict", f"failed: {bad}", Status.FAILED, advice)
     return judged("verdict", not rest, f"usable, but look at: {rest}" if rest else "usable", "see these lines")
 
 
@@ -94,7 +96,7 @@ def gpus(where: torch.device) -> Finding:
     found = f"{where}: {facts.name}, {format_bytes(facts.total_memory)}"
     several = f"{found}; {count} GPUs are visible, of which only this one was checked"
     advice = "one plan is for one GPU: check each by --device cuda:N, or start one rank for each"
-    return judged("GPU", count == 1, found if count == 1 else several, advice if count > 1 else "")
+    return judged("GPU", count == 1, found if count == 1 else several, advice)
 
 
 def others(where: torch.device) -> Finding:
@@ -105,7 +107,7 @@ def others(where: torch.device) -> Finding:
     advice = (
         "nvidia-smi names the processes; auto and budgets in percent count on what is free, a budget in bytes does not"
     )
-    return judged("GPU memory", outside_bytes <= OTHERS_BYTES, found, advice if outside_bytes > OTHERS_BYTES else "")
+    return judged("GPU memory", outside_bytes <= OTHERS_BYTES, found, advice)
 
 
 def versions(where: torch.device) -> Finding:
@@ -120,10 +122,10 @@ def versions(where: torch.device) -> Finding:
                 "take the other cuDNN out of LD_LIBRARY_PATH; until then torch.backends.cudnn.enabled = False "
                 "does without"
             )
-            return failed("versions", f"{found}, where torch was built with {wanted}", advice)
+            return Finding("versions", f"{found}, where torch was built with {wanted}", Status.FAILED, advice)
     fits = driver is None or int(driver.partition(".")[0]) >= int(built.partition(".")[0])
     advice = "update the driver, or install a torch for its CUDA"
-    return ok("versions", found) if fits else failed("versions", found, advice)
+    return judged("versions", fits, found, advice, Status.FAILED)
 
 
 def _driver_version() -> str | None:
@@ -140,7 +142,7 @@ def cupy(where: torch.device) -> Finding:
     """Whether CuPy queues the copies."""
     there = fitting_cupy(cupy_or_none(), where)
     if there is not None:
-        return ok("copies by", f"CuPy {there.__version__}")
+        return Finding("copies by", f"CuPy {there.__version__}")
     found = "the CUDA runtime that torch has loaded: there is no CuPy, or it does not work here"
     wanted = f"pip install 'poochplan[cuda{str(torch.version.cuda).partition('.')[0]}]'"
     return judged("copies by", False, found, f"{wanted}; without it a copy takes some microseconds more to queue")
@@ -151,11 +153,11 @@ def allocator(where: torch.device) -> Finding:
     backend, settings = torch.cuda.get_allocator_backend(), allocator_settings()
     text = str(settings.get("PYTORCH_CUDA_ALLOC_CONF") or "the default")
     if not settings:
-        return ok("allocator", f"{backend}; this torch does not tell its settings")
+        return Finding("allocator", f"{backend}; this torch does not tell its settings")
     found = f"{backend}, {text}; expandable segments {'on' if settings.get('expandable_segments') else 'off'}"
     fine = backend != "native" or bool(settings.get("expandable_segments"))
     advice = "set PYTORCH_ALLOC_CONF=expandable_segments:True: else fragments take memory beside the budget"
-    return judged("allocator", fine, found, "" if fine else advice)
+    return judged("allocator", fine, found, advice)
 
 
 # -- copies and events ------------------------------------------------------------------------------------------------
@@ -171,21 +173,16 @@ def pinning(where: torch.device) -> Finding:
             "raise the container's limit of locked memory (ulimit -l); swapped values lie in pageable memory instead, "
             "whose copies are slower and hold up the launching thread"
         )
-        return failed("pinning", error.strerror or str(error), advice)
-    return ok("pinning", f"{format_bytes(PINNED_BYTES)} in {format_seconds(time.perf_counter() - start_s)}")
+        return Finding("pinning", error.strerror or str(error), Status.FAILED, advice)
+    return Finding("pinning", f"{format_bytes(PINNED_BYTES)} in {format_seconds(time.perf_counter() - start_s)}")
 
 
 def link(where: torch.device) -> Finding:
     """Rates of copies both ways."""
     there = measure_link(where, sizes=LINK_SIZES_BYTES)
-    rates = {"out": there.outward.bandwidth_bytes_per_s, "in": there.inward.bandwidth_bytes_per_s}
-    pageable = {"out": there.pageable_out, "in": there.pageable_in}
-    found = ", ".join(f"{way} {format_rate(rate)}" for way, rate in rates.items())
-    beside = ", ".join(f"{way} {format_rate(one.bandwidth_bytes_per_s)}" for way, one in pageable.items() if one)
-    found += f", both at once {there.duplex:.0%} of that; pageable {beside}"
-    fine = min(rates.values()) >= SLOW_BYTES_PER_S
+    fine = min(there.outward.bandwidth_bytes_per_s, there.inward.bandwidth_bytes_per_s) >= SLOW_BYTES_PER_S
     advice = "look at the slot's lanes (nvidia-smi -q -d PERFORMANCE,PCIE); plans count on the measured rates"
-    return judged("link", fine, found, "" if fine else advice)
+    return judged("link", fine, link_line(there), advice)
 
 
 def events(where: torch.device) -> Finding:
@@ -200,8 +197,9 @@ def events(where: torch.device) -> Finding:
     took_s = begin.elapsed_time(end) / 1e3
     if was_early:
         advice = "unset CUDA_LAUNCH_BLOCKING; steps are exact, and no copy runs beside compute"
-        return failed("events", "an event came as soon as it was recorded: launches wait for their end", advice)
-    return ok("events", f"a kernel of {format_seconds(took_s)} was waited for")
+        found = "an event came as soon as it was recorded: launches wait for their end"
+        return Finding("events", found, Status.FAILED, advice)
+    return Finding("events", f"a kernel of {format_seconds(took_s)} was waited for")
 
 
 def overlap(where: torch.device) -> Finding:
@@ -217,7 +215,7 @@ def overlap(where: torch.device) -> Finding:
         "unset CUDA_LAUNCH_BLOCKING, and look for a limit on streams (CUDA_DEVICE_MAX_CONNECTIONS=1); steps are exact, "
         "and wait for each copy: a larger budget has fewer"
     )
-    return ok("overlap", found) if share >= LEAST_OVERLAP else failed("overlap", found, advice)
+    return judged("overlap", share >= LEAST_OVERLAP, found, advice, Status.FAILED)
 
 
 def _overlap(device: ComputeDevice) -> float:
@@ -277,12 +275,11 @@ def bits(where: torch.device) -> Finding:
     if not computes:
         reason = f"not checked: no numerics (a kernel left its output as it was); {found} ran"
         return judged("bits", False, reason, "this GPU computes nothing: only bytes and order can be told on it")
-    if not differing:
-        return ok("bits", f"{found}: gradients are equal")
     advice = (
         "set CUBLAS_WORKSPACE_CONFIG=:4096:8, and report it; auto and apply compare values as they come back (on_audit)"
     )
-    return failed("bits", f"differ from in-core: {', '.join(differing)}", advice)
+    found = f"differ from in-core: {', '.join(differing)}" if differing else f"{found}: gradients are equal"
+    return judged("bits", not differing, found, advice, Status.FAILED)
 
 
 def has_numerics(where: torch.device) -> bool:
@@ -346,4 +343,4 @@ def launches(where: torch.device) -> Finding:
         cost = measure_runtime(where).cost
     parts = {"launched op": cost.launch_s, "recorded op": cost.record_s, "replayed op": cost.replay_s}
     parts |= {"saved handle": cost.handle_s, "swapped value": cost.swap_s}
-    return ok("launching thread", ", ".join(f"{name} {seconds * 1e6:.1f} us" for name, seconds in parts.items()))
+    return Finding("launching thread", ", ".join(f"{name} {seconds * 1e6:.1f} us" for name, seconds in parts.items()))

@@ -60,6 +60,20 @@ def parse_budget(text: str | int | float, in_core_peak_bytes: int) -> int:
     raise UsageError(f"budget: expected 60%, 8GiB, 800MB or bytes, found {str(text)!r}{more}")
 
 
+def memory_and_margin(memory: str | int, margin: str | int, names: tuple[str, str]) -> tuple[int, int]:
+    """Bytes of a device's memory, and of its part that must stay free; ``names`` are theirs in messages.
+
+    Raises ``UsageError`` if one is invalid, or nothing is left beside the margin.
+    """
+    memory_bytes, margin_bytes = parse_bytes(memory, names[0]), parse_bytes(margin, names[1], least=0)
+    if margin_bytes >= memory_bytes:
+        raise UsageError(
+            f"{names[0]}: expected more than the margin of {format_bytes(margin_bytes)}, found "
+            f"{format_bytes(memory_bytes)}; name more memory, or a smaller {names[1]}"
+        )
+    return memory_bytes, margin_bytes
+
+
 def share_of_peak(size_bytes: float, in_core_peak_bytes: int) -> float:
     """The budget or peak as a share of the in-core peak, which counts as at least one byte."""
     return size_bytes / max(1, in_core_peak_bytes)

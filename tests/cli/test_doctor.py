@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import poochplan
 from poochplan import doctor
-from poochplan.doctor import CheckpointCalls, Finding, Status, spill_disk, torch_version, workload_findings
+from poochplan.doctor import Finding, Status, spill_disk, torch_version, workload_findings
 from poochplan.runtime.arena.library import compiler_name
 from tests.cli.conftest import Pooch
 from tests.runtime.nets import Net
@@ -46,6 +46,7 @@ def test_a_disk_to_spill_to_is_left_as_it_was_and_without_one_it_ends_with_code_
     assert re.search(r"^missing +spill disk +spill directory", result.out, re.MULTILINE)
     found = spill_disk(tmp_path)
     assert found.status in (OK, WARNING) or "tmpfs" in found.found
+    assert "both at once: each keeps" in found.found or "tmpfs" in found.found
     assert list(tmp_path.iterdir()) == []
 
 
@@ -182,16 +183,9 @@ def test_activation_checkpointing_and_operators_that_compute_otherwise_under_a_m
     for reentrant in (False, True):
         on = findings_of(Blocks(True, reentrant))["activation checkpointing"]
         assert (on.status, "switch it off" in on.advice) == (WARNING, True)
+        assert on.found == "on, in blocks.1 and 1 more"
     model = Net(lambda its, batch: its.layer(batch).sigmoid().prod(dim=1), layer=nn.Linear(8, 8))
     assert findings_of(model)["under a mode"].found.startswith("autograd.ProdBackward1: torch uses another formula")
-
-
-def test_calls_are_counted_on_this_thread_within_the_block_only() -> None:
-    model = Blocks(True)
-    with CheckpointCalls() as calls:
-        model(torch.ones(4, 8))
-    model(torch.ones(4, 8))
-    assert calls.count == 2
 
 
 def test_a_model_that_rests_and_an_optimizer_that_is_missing_or_lbfgs_are_warnings() -> None:

@@ -11,13 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from poochplan.errors import StepError
 from poochplan.profiler import profiling
-from poochplan.profiler.fake.fake_profile import needed_without_memory
+from poochplan.profiler.fake.fake_profile import beside_static, step_without_memory
 from poochplan.profiler.live.step_function import StepFunction
 from tests.runtime.nets import CASES, Net, taken
 
 
 def needed(model: nn.Module, step: Any, optimizer: Any = None, accumulate: bool = False) -> int | None:
-    return needed_without_memory(StepFunction(step, model, optimizer, torch.device("cpu"), accumulate=accumulate))
+    draft = step_without_memory(StepFunction(step, model, optimizer, torch.device("cpu"), accumulate=accumulate))
+    return None if draft is None else beside_static(draft)
 
 
 @pytest.mark.parametrize("name", ["residual", "attention", "recurrent"])

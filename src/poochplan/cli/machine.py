@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from poochplan.errors import UsageError
-from poochplan.formats.profile import Link, LinkDirection
+from poochplan.formats.profile import LinkDirection
+from poochplan.formats.queries import link_rows
 from poochplan.report.tables import frame_table, summary_table
-from poochplan.units import format_bytes, format_rate, format_seconds
+from poochplan.units import format_bytes
 
 from .base import Verb
 from .profile import load
@@ -26,7 +27,7 @@ _STYLE = {"ok": "green", "warning": "yellow", "missing": "bold red", "failed": "
 class DoctorVerb(Verb):
     name = "doctor"
     help = """
-Checks threads, memory, huge pages, the spill disk (64 MiB are written and removed), the noise of the machine, torch,
+Checks threads, memory, huge pages, the spill disk (32 MiB are written and removed), the noise of the machine, torch,
 CUDA and CuPy, the solvers, and the parts that are compiled on first use (the planner's evaluator and the allocator).
 Each line is ok, warning, missing or failed, and says what to do. WORKLOAD is built, and its model is checked: train
 mode, compiled parts, activation checkpointing, optimizer, and whether the in-core step fits. With --gpu a GPU is tried
@@ -115,7 +116,7 @@ pooch link --throttle 400MB/s --json | jq .outward.bandwidth_bytes_per_s
         with self.progress("measuring the link"):
             link, was_cached = cached_link(where, options.spill_dir, options.throttle, refresh=options.refresh)
         source = f"from {cache_path()}; --refresh measures again" if was_cached else "measured now"
-        self.show(summary_table(f"Link ({link.name}), {source}", _link_rows(link)))
+        self.show(summary_table(f"Link ({link.name}), {source}", link_rows(link)))
         headings = {"out_s": "out", "out_rate": "out GB/s", "in_s": "in", "in_rate": "in GB/s"}
         self.show(frame_table("Copies alone, medians", _curve_frame(link.outward, link.inward), headings))
         if link.pageable_out is not None and link.pageable_in is not None:
@@ -123,25 +124,6 @@ pooch link --throttle 400MB/s --json | jq .outward.bandwidth_bytes_per_s
             self.show(frame_table("Copies of pageable memory, which no plan makes", pageable, headings))
         data: dict[str, Any] = msgspec.to_builtins(link)
         return data | {"cached": was_cached}
-
-
-def _link_rows(link: Link) -> dict[str, str]:
-    ways = {
-        "out": link.outward,
-        "in": link.inward,
-        "out, pageable": link.pageable_out,
-        "in, pageable": link.pageable_in,
-    }
-    held = {"held to": format_rate(link.throttle_bytes_per_s)} if link.throttle_bytes_per_s else {}
-    return {
-        name: f"{format_rate(way.bandwidth_bytes_per_s)} after {format_seconds(way.latency_s)}"
-        for name, way in ways.items()
-        if way is not None
-    } | {
-        "both at once": f"each keeps {link.duplex:.0%} of its rate",
-        "compute beside copies": f"{link.interference_out:+.0%} time beside copies out, {link.interference_in:+.0%} in",
-        **held,
-    }
 
 
 def _curve_frame(outward: LinkDirection, inward: LinkDirection) -> pd.DataFrame:

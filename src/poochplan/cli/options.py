@@ -12,7 +12,7 @@ from poochplan.errors import BudgetExceededError, GapError, InfeasibleError, Usa
 from poochplan.formats.profile import Profile
 from poochplan.planner.arena.reserved import budget_bytes_of
 from poochplan.planner.planning import smallest_budget
-from poochplan.units import format_bytes, parse_bytes, parse_rate
+from poochplan.units import format_bytes, memory_and_margin, parse_rate
 
 DEFAULT_MARGIN = "512MiB"
 MARGIN_NEEDS_MEMORY = "--margin: expected --device-memory beside it, found none; name the memory, or leave --margin out"
@@ -121,13 +121,8 @@ def memory_budget(options: argparse.Namespace) -> int | None:
         if options.margin is not None:
             raise UsageError(MARGIN_NEEDS_MEMORY)
         return None
-    memory_bytes = parse_bytes(options.device_memory, "--device-memory")
-    margin_bytes = parse_bytes(options.margin or DEFAULT_MARGIN, "--margin", least=0)
-    if margin_bytes >= memory_bytes:
-        raise UsageError(
-            f"--device-memory: expected more than the margin of {format_bytes(margin_bytes)}, found "
-            f"{format_bytes(memory_bytes)}; name more memory, or a smaller --margin"
-        )
+    given = options.device_memory, options.margin or DEFAULT_MARGIN
+    memory_bytes, margin_bytes = memory_and_margin(*given, ("--device-memory", "--margin"))
     return memory_bytes - margin_bytes
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from poochplan.errors import InfeasibleError, UsageError, named_line
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
+from poochplan.planner.arena.reserved import is_reserved_known
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.profiler.request import ProgressCallback
-from poochplan.units import format_bytes, parse_bytes
+from poochplan.units import format_bytes, memory_and_margin
 
-from .family import Machine, Target, Trial, family_of, profiles, tried
-from .largest import NEIGHBOURS, Found, largest
-from .probes import Probes, Rung, ladder_values
+from .largest import Found, largest
+from .probes import Machine, Probes, Rung, Target, Trial, family_of, ladder_values
 
 MOST_DOUBLINGS = 20
 """Without an upper end the search stops at this many doublings of its first value."""
@@ -126,22 +125,17 @@ def fit(
         raise UsageError(f"range: expected values from 1 up, found {low} to {high}; name a smaller first one")
     family, say = family_of(workload, vary, settings, seed), progress or (lambda _: None)
     limits = {"time_limit_s": time_limit_s, "gap": gap, "evaluations": evaluations}
-    quick = Probes(family, profiles(family, machine, say, bytes_alone=True), machine.budget_bytes, limits, max_overhead)
-    start = max(low, family.own or low) if high is None else min(max(low, family.own or low), high)
-    judge = quick
-    if not machine.roofline:
+    start = max(low, family.own or low)
+    start = min(start, high or start)
+    judge = Probes(family, machine, say, limits, max_overhead)
+    if not roofline:
         is_quick = not machine.is_here or family.where(start).type == "cpu"
-        judge = replace(quick, take=profiles(family, machine, say), exists=quick.smallest if is_quick else None)
-        quick = quick if is_quick else judge
-    found, in_core = _searched(quick, judge, machine, start, low, start << MOST_DOUBLINGS if high is None else high)
-    value, rung_of = found.value, partial(judge.rung, is_measured=machine.is_here)
+        judge = replace(judge, bytes_alone=False, first=judge if is_quick else None)
+    found, in_core = _searched(judge, start, low, high or start << MOST_DOUBLINGS)
+    value = found.value
     assert value is not None, "an error was raised"
-    ladder = ladder_values(in_core, value, min(start, value))
-    rungs = tuple(rung_of(one) for one in ladder if judge.smallest(one) is not None)
+    rungs = tuple(judge.rung(one) for one in ladder_values(in_core, value, min(start, value)) if judge.takes(one))
     rates = [(rung.items_per_s, rung.value) for rung in rungs if rung.items_per_s is not None and rung.fits]
-    made, taken, trial = judge.plan(value), judge.profile(value), None
-    if machine.is_here and steps:
-        trial = tried(family, value, made, steps, taken.mode == "run", spill_dir, say)
     return Fit(
         workload=family.name,
         parameter=vary,
@@ -152,38 +146,27 @@ def fit(
         most_overhead=max_overhead,
         value=value,
         in_core_value=in_core,
-        following=None if found.following is None else rung_of(found.following),
+        following=None if found.following is None else judge.rung(found.following),
         best=max(rates)[1] if rates and family.is_comparable else None,
         rungs=rungs,
-        plan=made,
-        profile=taken,
-        trial=trial,
-        notes=tuple(_notes(quick, found, high)),
+        plan=judge.plan(value),
+        profile=judge.profile(value),
+        trial=judge.tried(value, steps) if machine.is_here and steps else None,
+        notes=tuple(_notes(judge.first or judge, found, high)),
     )
 
 
-def _searched(
-    quick: Probes, judge: Probes, machine: Machine, start: int, low: int, high: int
-) -> tuple[Found, int | None]:
-    """The largest value that fits, and the largest that does in-core, if any. Profiles that decide here begin from what
-    the quick ones find, because they may know more bytes, such as memory inside ops.
+def _searched(judge: Probes, start: int, low: int, high: int) -> tuple[Found, int | None]:
+    """The largest value that fits, and the largest that does in-core, if any.
 
     Raises ``InfeasibleError`` if the smallest value does not fit, and what the first value raises.
     """
-
-    def search(size: Callable[[Probes, int], int | None], high: int, neighbours: int) -> Found:
-        limit = machine.budget_bytes
-        found = largest(partial(size, quick), limit, min(start, high), low, high, neighbours)
-        if judge is quick or found.value is None or not machine.is_here:
-            return found
-        return largest(partial(size, judge), limit, found.value, low, high, 1)
-
-    quick.least_bytes(start)
-    found, in_core = search(Probes.smallest, high, NEIGHBOURS), None
+    (judge.first or judge).profile(start)
+    found, in_core = judge.largest(Probes.smallest, start, low, high), None
     if found.value is not None:
-        in_core = search(Probes.in_core, found.value, 1).value
-        if judge.is_searched(found.value):
-            found = largest(judge.side, 0, min(in_core or start, found.value), low, found.value)
+        in_core = judge.largest(Probes.in_core, start, low, found.value, 1).value
+        if judge.most_overhead is not None or is_reserved_known(judge.profile(found.value)):  # only a plan tells
+            found = largest(judge.side, 0, in_core or start, low, found.value)
     if found.value is None:
         raise _infeasible(judge, found.following or start)
     return found, in_core
@@ -191,7 +174,8 @@ def _searched(
 
 def _infeasible(judge: Probes, smallest: int) -> InfeasibleError:
     """The error if nothing fits: the memory of the smallest value."""
-    parameter, budget_bytes, least_bytes = judge.family.parameter, judge.budget_bytes, judge.least_bytes(smallest)
+    parameter, budget_bytes = judge.family.parameter, judge.machine.budget_bytes
+    least_bytes = judge.least_bytes(smallest)
     budget = f"{budget_bytes} bytes ({format_bytes(budget_bytes)})"
     text = (
         f"no {parameter} fits {budget}: expected at least {least_bytes} bytes ({format_bytes(least_bytes)}), the "
@@ -233,11 +217,5 @@ def _memory(device_memory: str | int | None, margin: str | int, roofline: str | 
     known_bytes = 0 if roofline is None else parse_roofline(roofline).memory_bytes
     if device_memory is None and not known_bytes:
         raise UsageError("device memory: expected a size such as 16GiB, found none; name it")
-    memory_bytes = known_bytes if device_memory is None else parse_bytes(device_memory, "device memory")
-    margin_bytes = parse_bytes(margin, "margin", least=0)
-    if margin_bytes >= memory_bytes:
-        raise UsageError(
-            f"device memory: expected more than the margin of {format_bytes(margin_bytes)}, found "
-            f"{format_bytes(memory_bytes)}; name more memory, or a smaller margin"
-        )
-    return memory_bytes, margin_bytes
+    given = known_bytes if device_memory is None else device_memory
+    return memory_and_margin(given, margin, ("device memory", "margin"))

@@ -232,7 +232,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     def rows(self) -> dict[str, str]:
         """The prediction and how it was found, in words."""
         promised, solve = self.prediction, self.solve
-        in_core_bytes, in_core_s, whole = promised.in_core_peak_bytes, promised.in_core_step_s, "the in-core peak"
+        in_core_bytes, whole = promised.in_core_peak_bytes, "the in-core peak"
         if self.on == "reserved" and promised.in_core_reserved_bytes:
             in_core_bytes, whole = promised.in_core_reserved_bytes, "what the in-core step reserves"
         found = f"by {solve.policy}; bound by {solve.solver}; {solve.status} after {format_seconds(solve.wall_s)}"
@@ -249,7 +249,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
             "predicted overhead": f"{promised.overhead:+.1%}",
         }
         if solve.bound_s is not None and solve.gap is not None:
-            least = f"{solve.bound_s / in_core_s - 1:+.1%}" if in_core_s > 0 else "-"
+            least = "-" if self.bound_overhead is None else f"{self.bound_overhead:+.1%}"
             rows["no plan is better than"] = f"{least} (gap {solve.gap:.2%} of the step)"
         if kept_s := promised.kept_step_s:
             rows["beside keeping all"] = (
@@ -276,6 +276,12 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     def covered_bytes(self) -> int:
         """Predicted bytes of what the budget covers."""
         return self.prediction.covered_bytes(self.on)
+
+    @property
+    def bound_overhead(self) -> float | None:
+        """Proven: no plan within the budget has a smaller overhead. None if nothing is proven."""
+        bound_s, in_core_s = self.solve.bound_s, self.prediction.in_core_step_s
+        return bound_s / in_core_s - 1 if bound_s is not None and in_core_s > 0 else None
 
     @property
     def usable_bytes(self) -> int:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from msgspec.structs import asdict
 
-from poochplan.units import format_bytes, format_seconds
+from poochplan.units import format_bytes, format_rate, format_seconds
 
 from .occupancy import live_bytes
-from .profile_parts import Phase, PointKind, ProfileData, StepFacts
+from .profile_parts import Link, Phase, PointKind, ProfileData, StepFacts
 
 COMPILED_REGION = "compiled_region"
 """Name of the op that stands for a call of a compiled module."""
@@ -199,6 +199,26 @@ def _values(profile: ProfileData) -> pd.DataFrame:
         "recompute_s", "ratio", "pinned", "unreplayable",
     )  # fmt: skip
     return pd.DataFrame(rows, columns=list(columns)).rename_axis("value")
+
+
+def link_rows(link: Link) -> dict[str, str]:
+    """What was measured of the link, in words."""
+    pageable = {"out, pageable": link.pageable_out, "in, pageable": link.pageable_in}
+    ways = {"out": link.outward, "in": link.inward} | {name: way for name, way in pageable.items() if way is not None}
+    held = {"held to": format_rate(link.throttle_bytes_per_s)} if link.throttle_bytes_per_s else {}
+    return {
+        **{
+            name: f"{format_rate(way.bandwidth_bytes_per_s)} after {format_seconds(way.latency_s)}"
+            for name, way in ways.items()
+        },
+        "both at once": f"each keeps {link.duplex:.0%} of its rate",
+        "compute beside copies": f"{link.interference_out:+.0%} time beside copies out, {link.interference_in:+.0%} in",
+        **held,
+    }
+
+
+def link_line(link: Link) -> str:
+    return "; ".join(f"{name}: {text}" for name, text in link_rows(link).items())
 
 
 FRAMES: dict[str, Callable[[ProfileData], pd.DataFrame]] = {"layers": _layers, "ops": _ops, "values": _values}

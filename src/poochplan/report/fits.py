@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pandas as pd
 from rich.table import Table
 
@@ -12,11 +13,10 @@ from poochplan.fitting.fit import Fit
 from poochplan.fitting.probes import Rung
 from poochplan.units import format_bytes, format_seconds
 
-from .palette import BLUE, INK, LEFT, ORANGE, PURPLE, QUIET, byte_unit, new_figure, plain_axes, title
+from . import palette
 from .tables import table
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -28,20 +28,13 @@ def fit_frame(fit: Fit) -> pd.DataFrame:
 
 def fit_data(fit: Fit) -> dict[str, Any]:
     """The data of ``pooch fit --json``: the value, the ladder, and the run."""
-    named = ("workload", "parameter", "unit", "memory_bytes", "margin_bytes", "most_overhead", "value", "in_core_value")
-    return {
-        **{name: getattr(fit, name) for name in named},
-        "parameters": dict(fit.assumed),
-        "inputs": list(fit.plan.inputs),
-        "budget_bytes": fit.budget_bytes,
-        "times_in_core": fit.times_in_core,
-        "best": fit.best,
-        "following": None if fit.following is None else asdict(fit.following),
-        "rungs": [asdict(rung) for rung in fit.rungs],
-        "trial": None if fit.trial is None else asdict(fit.trial),
-        "assumed": list(fit.plan.assumed),
-        "notes": list(fit.notes),
-    }
+    names = (
+        "workload", "parameter", "unit", "memory_bytes", "margin_bytes", "budget_bytes", "most_overhead", "value",
+        "in_core_value", "times_in_core", "best", "following", "rungs", "trial", "notes",
+    )  # fmt: skip
+    of_plan = {"inputs": fit.plan.inputs, "assumed": fit.plan.assumed}
+    data = {name: getattr(fit, name) for name in names} | of_plan | {"parameters": fit.assumed}
+    return dict(msgspec.to_builtins(data))
 
 
 def assumed_text(fit: Fit) -> str:
@@ -58,7 +51,7 @@ def fit_table(fit: Fit) -> Table:
 
 
 def _all_rungs(fit: Fit) -> list[Rung]:
-    return [*fit.rungs, *([fit.following] if fit.following is not None else [])]
+    return [*fit.rungs, *filter(None, [fit.following])]
 
 
 def _cells(fit: Fit, rung: Rung) -> list[str]:
@@ -112,44 +105,26 @@ def _run_line(fit: Fit) -> str:
 
 def draw_fit(fit: Fit) -> Figure:
     """A figure: at the top in-core and smallest possible peaks against the memory, below throughput and overhead."""
-    figure = new_figure(6.4)
-    frame = {"left": LEFT, "right": 0.97, "top": 0.855, "bottom": 0.085, "hspace": 0.16}
-    upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw=frame)
-    _draw_bytes(upper, fit)
-    _draw_throughput(lower, fit)
-    for axes in (upper, lower):
-        axes.legend(frameon=False, fontsize=8.5)
     headline = f"{fit.workload}: {fit.parameter} within {format_bytes(fit.budget_bytes)}"
     in_core = "none in-core" if fit.in_core_value is None else f"largest in-core {fit.in_core_value}"
     best = "" if fit.best is None else f"; best throughput at {fit.best}"
     sizes = f"{assumed_text(fit).strip()}\n" if fit.assumed else ""
     found = f"{sizes}largest {fit.value}, {in_core}{best}; {fit.profile.device.name}, link {fit.profile.link.name}"
-    title(figure, headline, found, LEFT, 0.945, 0.93, va="top")
+    figure = palette.new_figure(6.4, headline, found)
+    upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw=palette.placed(figure, 0.93, 0.54, hspace=0.16))
+    frame, rate = fit_frame(fit).set_index(fit.parameter), f"{fit.unit}_per_s"
+    factor, unit = palette.byte_unit(frame["in_core_peak_bytes"].max())
+    upper.plot(frame["in_core_peak_bytes"] / factor, color=palette.ORANGE, marker="s", label="everything kept")
+    upper.plot(frame["smallest_peak_bytes"] / factor, color=palette.BLUE, marker="o", label="smallest possible peak")
+    palette.level(upper, "memory", fit.budget_bytes, factor, linestyle=palette.DASHED)
+    upper.set_ylim(bottom=0)
+    planned = frame.head(len(fit.rungs)).dropna(subset=[rate])
+    lower.plot(planned[rate], color=palette.PURPLE, marker="o", label=f"{fit.unit} per second under the plan")
+    above: dict[str, Any] = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+    for value, row in planned.iterrows():
+        lower.annotate(f"{row['overhead']:+.1%}", (value, row[rate]), color=palette.QUIET, **above)
+    lower.set_ylim(0, 1.25 * planned[rate].max())
+    for axes, x, y in ((upper, "", f"peak ({unit})"), (lower, fit.parameter, f"{fit.unit}/s, and overhead")):
+        palette.plain_axes(axes, "left", "bottom", grid="y", x=x, y=y)
+        axes.legend(frameon=False, fontsize=8.5)
     return figure
-
-
-def _draw_bytes(axes: Axes, fit: Fit) -> None:
-    rungs = _all_rungs(fit)
-    values = [rung.value for rung in rungs]
-    factor, unit = byte_unit(max(rung.in_core_peak_bytes for rung in rungs))
-    for label, colour, marker, sizes in (
-        ("everything kept", ORANGE, "s", [rung.in_core_peak_bytes for rung in rungs]),
-        ("smallest possible peak", BLUE, "o", [rung.smallest_peak_bytes for rung in rungs]),
-    ):
-        axes.plot(values, [size / factor for size in sizes], color=colour, marker=marker, markersize=5, label=label)
-    axes.axhline(fit.budget_bytes / factor, color=INK, linewidth=1.0, linestyle=(0, (4, 2)), label="the memory")
-    axes.set_ylim(bottom=0)
-    plain_axes(axes, "left", "bottom", grid="y", y=f"peak ({unit})")
-
-
-def _draw_throughput(axes: Axes, fit: Fit) -> None:
-    known = [rung for rung in fit.rungs if rung.items_per_s is not None]
-    values, rates = [rung.value for rung in known], [rung.items_per_s or 0.0 for rung in known]
-    axes.plot(values, rates, color=PURPLE, marker="o", markersize=5, label=f"{fit.unit} per second under the plan")
-    for rung, rate in zip(known, rates, strict=True):
-        axes.annotate(
-            f"{rung.overhead or 0.0:+.1%}", (rung.value, rate), (0, 8),
-            textcoords="offset points", ha="center", fontsize=8, color=QUIET,
-        )  # fmt: skip
-    axes.set_ylim(0, 1.25 * max(rates, default=1.0))
-    plain_axes(axes, "left", "bottom", grid="y", x=fit.parameter, y=f"{fit.unit}/s, and overhead")

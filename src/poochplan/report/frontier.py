@@ -16,7 +16,7 @@ from poochplan.planner.sweep import ComparisonRow, SweepPoint, all_policies
 from poochplan.planner.whatif import link_text
 from poochplan.units import format_bytes, format_rate, format_seconds, share_of_peak
 
-from .palette import BLUE, LEFT, ORANGE, byte_unit, legend, new_figure, plain_axes, title
+from . import palette
 from .tables import table
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ COLUMNS = (
     "out_bytes", "in_bytes", "bound_overhead", "gap", "wall_s", "status",
 )  # fmt: skip
 _BYTES = ("budget_bytes", "peak_bytes", "out_bytes", "in_bytes")
-# Okabe and Ito's palette without its yellow, which is invisible on white; markers and dashes distinguish equal colours.
-_COLOURS = (ORANGE, "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")
+# Without yellow, which is invisible on white; markers and dashes distinguish equal colours.
+_COLOURS = (palette.ORANGE, palette.GREEN, palette.PINK, palette.SKY, palette.AMBER, "#7F7F7F")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)))
 _MARKERS = "os^Dv<>PXph"
-_RIGHT, _TOP = 0.72, 0.835
+_RIGHT = 0.72
 _TICKS = (0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 _LINEAR_SHARE = 0.5
 """Length of the axis below the first tick that is not 0, in decades."""
@@ -164,23 +164,21 @@ def _overhead(overhead: float | None) -> str:
 
 def draw_frontier(frontier: Frontier) -> Figure:
     """A figure of overhead against budget, with one line per policy."""
-    figure = new_figure(5.6)
-    axes = figure.subplots(gridspec_kw={"left": LEFT, "right": _RIGHT, "top": _TOP, "bottom": 0.135})
+    figure = palette.new_figure(5.6, f"{frontier.workload}: what less memory costs", frontier.subtitle)
+    place = palette.placed(figure, 0.92, 0.76, right=_RIGHT)
+    axes = figure.subplots(gridspec_kw=place)
     _set_axes(axes, frontier)
     _draw_impossible(axes, frontier)
     for policy in frontier.policies:
         _draw_line(axes, frontier, policy)
-    headline = f"{frontier.workload}: what less memory costs"
-    title(figure, headline, frontier.subtitle, LEFT, 0.945, 0.925, va="top", linespacing=1.45)
-    legend(
-        figure, axes, _RIGHT + 0.012, _TOP, 1, loc="upper left", handlelength=3.2, labelspacing=0.75, handletextpad=0.8
-    )
+    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (_RIGHT + 0.012, place["top"])}
+    palette.legend(figure, axes, 1, handlelength=3.2, labelspacing=0.75, handletextpad=0.8, **beside)
     return figure
 
 
 def _set_axes(axes: Axes, frontier: Frontier) -> None:
     """Overhead on an axis that is linear near 0 and logarithmic above; budgets as bytes and as shares."""
-    factor, unit = byte_unit(frontier.in_core_peak_bytes, least=1)
+    factor, unit = palette.byte_unit(frontier.in_core_peak_bytes, least=1)
     known = [p.overhead for p in frontier.points if p.overhead is not None]
     known += [p.bound_overhead for p in frontier.points if p.bound_overhead is not None]
     least = min((value for value in known if value > 1e-6), default=0.01)
@@ -202,12 +200,12 @@ def _set_axes(axes: Axes, frontier: Frontier) -> None:
         labels=[f"{size / factor:.3g}\n{share_of_peak(size, frontier.in_core_peak_bytes):.0%}" for size in shown],
     )
     x = f"budget ({unit}, and share of the in-core peak)"
-    plain_axes(axes, "left", "bottom", grid="y", x=x, y="overhead beside the in-core step")
+    palette.plain_axes(axes, "left", "bottom", grid="y", x=x, y="overhead beside the in-core step")
 
 
 def _draw_impossible(axes: Axes, frontier: Frontier) -> None:
     """Shades budgets that no plan fits, and overheads that are proven impossible."""
-    factor, _ = byte_unit(frontier.in_core_peak_bytes, least=1)
+    factor, _ = palette.byte_unit(frontier.in_core_peak_bytes, least=1)
     left, _ = axes.get_xlim()
     smallest = frontier.smallest_budget_bytes / factor
     axes.axvspan(left, smallest, facecolor="#F0F0F0", edgecolor="#B5B5B5", hatch="////", linewidth=0,
@@ -217,15 +215,15 @@ def _draw_impossible(axes: Axes, frontier: Frontier) -> None:
         budgets = [point.budget_bytes / factor for point in proven]
         bounds = [point.bound_overhead or 0.0 for point in proven]
         # A bound holds for every smaller budget too, but for no larger one: hence steps.
-        axes.fill_between(budgets, axes.get_ylim()[0], bounds, step="pre", color=BLUE, alpha=0.10, linewidth=0,
+        axes.fill_between(budgets, axes.get_ylim()[0], bounds, step="pre", color=palette.BLUE, alpha=0.10, linewidth=0,
                           zorder=2)  # fmt: skip
-        axes.plot(budgets, bounds, drawstyle="steps-pre", color=BLUE, linewidth=1.2, linestyle=(0, (4, 2)),
+        axes.plot(budgets, bounds, drawstyle="steps-pre", color=palette.BLUE, linewidth=1.2, linestyle=palette.DASHED,
                   label="proven lower bound", zorder=3)  # fmt: skip
 
 
 def _draw_line(axes: Axes, frontier: Frontier, policy: str) -> None:
     """Draws the policy's overhead. The line has gaps at budgets without a plan."""
-    factor, _ = byte_unit(frontier.in_core_peak_bytes, least=1)
+    factor, _ = palette.byte_unit(frontier.in_core_peak_bytes, least=1)
     points = frontier.of(policy)
     found = [point for point in points if point.overhead is not None]
     label = policy
@@ -239,7 +237,7 @@ def _draw_line(axes: Axes, frontier: Frontier, policy: str) -> None:
 
 def _style(policy: str) -> dict[str, Any]:
     if policy == ILP:
-        return {"color": BLUE, "linewidth": 3.0, "marker": "o", "markersize": 6, "zorder": 6}
+        return {"color": palette.BLUE, "linewidth": 3.0, "marker": "o", "markersize": 6, "zorder": 6}
     others = [name for name in all_policies() if name != ILP]
     place = others.index(policy) if policy in others else len(others)
     return {

@@ -5,35 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from poochplan.formats.occupancy import COMPUTE, STEP, MemoryCurve, StepTrace
-from poochplan.formats.plan import Decision, Plan
+from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import OUTSIDE
 from poochplan.peak import PeakExplanation, explain_peak
 from poochplan.units import format_bytes, share_of_peak
 
-from .palette import (
-    BLUE,
-    DECISION_COLOURS,
-    INK,
-    LEFT,
-    PURPLE,
-    QUIET,
-    byte_unit,
-    holder_colour,
-    in_stacking_order,
-    legend,
-    new_figure,
-    plain_axes,
-    shortened,
-    title,
-    write_picture,
-)
+from . import palette
+from .palette import write_picture
 from .timeline import draw_live, in_core_curve, predicted_trace
 
 if TYPE_CHECKING:
@@ -86,34 +71,34 @@ def step_memory_of(profile: Profile, plan: Plan, measured: StepTrace | None = No
 
 def draw_step_memory(shown: StepMemory) -> Figure:
     """A figure of live bytes over the step, and next to it the holders at the peak."""
-    figure = new_figure(4.6)
-    frame = {"left": LEFT, "right": 0.985, "top": 0.80, "bottom": 0.20}
-    grid = figure.add_gridspec(
-        2, 2, width_ratios=(2.3, 1.0), height_ratios=(MOST_KINDS, MOST_LAYERS), wspace=0.62, hspace=0.42, **frame
-    )
+    subtitle = f"predicted peak in {palette.shortened(shown.peak.moment, 110)}"
+    figure = palette.new_figure(4.6, f"{shown.peak.workload}: live memory over one step", subtitle)
+    ratios = {"width_ratios": (2.3, 1.0), "height_ratios": (MOST_KINDS, MOST_LAYERS)}
+    grid = figure.add_gridspec(2, 2, **ratios, **palette.placed(figure, 0.92, 0.92, wspace=0.62, hspace=0.42))
     memory = figure.add_subplot(grid[:, 0])
     _draw_memory(memory, shown)
-    kinds = dict(list(shown.peak.by_kind().items())[:MOST_KINDS])
-    layers = {layer: sum(held.values()) for layer, held in list(shown.peak.by_layer().items())[:MOST_LAYERS]}
-    _draw_holders(figure.add_subplot(grid[0, 1]), "held at the peak by", kinds, [holder_colour(kind) for kind in kinds])
-    _draw_holders(figure.add_subplot(grid[1, 1]), "the layers that hold most", layers, [BLUE] * len(layers))
-    subtitle = f"predicted peak in {shortened(shown.peak.moment, 110)}"
-    title(figure, f"{shown.peak.workload}: live memory over one step", subtitle, LEFT, 0.93, 0.885)
-    legend(figure, memory, LEFT, 0.05, 4, handlelength=1.9)
+    kinds = {kind: {kind: size_bytes} for kind, size_bytes in shown.peak.by_kind().items()}
+    layers = shown.peak.by_layer()
+    held = {"held at the peak by": (kinds, MOST_KINDS), "the layers that hold most": (layers, MOST_LAYERS)}
+    for place, (heading, (rows, most)) in enumerate(held.items()):
+        axes = figure.add_subplot(grid[place, 1], xticks=[])
+        axes.set_title(heading, loc="left", fontsize=9, color=palette.INK)
+        palette.plain_axes(axes)
+        _draw_bars(axes, dict(islice(rows.items(), most)))
+    palette.legend(figure, memory, 4)
     return figure
 
 
 def _draw_memory(axes: Axes, shown: StepMemory) -> None:
     predicted, measured = shown.predicted, shown.measured
     in_core_bytes, budget_bytes = shown.in_core.peak_bytes, shown.peak.budget_bytes or 0
-    factor, unit = byte_unit(max(in_core_bytes, budget_bytes))
+    factor, unit = palette.byte_unit(max(in_core_bytes, budget_bytes))
     end_s = float(predicted.times_s[-1]) or 1.0
-    in_core = f"in-core peak {format_bytes(in_core_bytes)}"
-    axes.axhline(in_core_bytes / factor, color=QUIET, linewidth=1.0, linestyle=(0, (4, 2)), label=in_core)
+    palette.level(axes, "in-core peak", in_core_bytes, factor, color=palette.QUIET, linestyle=palette.DASHED)
     draw_live(axes, predicted, budget_bytes, end_s, factor, "predicted")
     if measured is not None and measured.size_bytes.size:
-        axes.stairs(measured.size_bytes / factor, measured.times_s / end_s, color=PURPLE, linewidth=1.1, baseline=None,
-                    label=f"measured, peak {format_bytes(measured.peak_bytes)}", zorder=4)  # fmt: skip
+        axes.stairs(measured.size_bytes / factor, measured.times_s / end_s, color=palette.PURPLE, linewidth=1.1,
+                    baseline=None, label=f"measured, peak {format_bytes(measured.peak_bytes)}", zorder=4)  # fmt: skip
     axes.set_ylim(0, 1.08 * max(in_core_bytes, predicted.peak_bytes, budget_bytes) / factor)
     axes.set_xlim(0, 1)
     for _, begin_s, _ in shown.phases[1:]:
@@ -123,21 +108,26 @@ def _draw_memory(axes: Axes, shown: StepMemory) -> None:
     axes.set_xticks(places, labels=[name for name, _, _ in named])
     axes.tick_params(axis="x", length=0)
     x = "one step, each op where it was predicted"
-    plain_axes(axes, "left", "bottom", grid="y", x=x, y=f"live memory ({unit})")
+    palette.plain_axes(axes, "left", "bottom", grid="y", x=x, y=f"live memory ({unit})")
 
 
-def _draw_holders(axes: Axes, heading: str, sizes: dict[str, int], colours: list[str]) -> None:
-    rows = range(len(sizes) - 1, -1, -1)
-    axes.barh(rows, list(sizes.values()), height=0.66, color=colours)
-    axes.set_yticks(list(rows), labels=[shortened(name, LONGEST_LABEL) for name in sizes])
-    most = max(sizes.values(), default=1)
-    for row, size_bytes in zip(rows, sizes.values(), strict=True):
-        axes.text(size_bytes + 0.03 * most, row, format_bytes(size_bytes), va="center", fontsize=7.5, color=QUIET)
-    axes.set_xlim(0, 1.5 * most)
-    axes.set_xticks([])
-    axes.set_title(heading, loc="left", fontsize=9, color=INK)
-    plain_axes(axes)
-    axes.tick_params(axis="y", length=0, labelsize=7.5)
+def _draw_bars(axes: Axes, rows: dict[str, dict[str, int]], factor: int = 1, room: float = 1.5) -> None:
+    """A bar for each row, the first one at the top: its name at the left, its kinds one behind the other, its bytes.
+
+    The axis is ``room`` times as long as the longest bar.
+    """
+    most = max((sum(held.values()) for held in rows.values()), default=1) / factor
+    for row, held in enumerate(rows.values()):
+        end = 0.0
+        for what in palette.in_stacking_order(held):
+            axes.barh(row, held[what] / factor, left=end, height=0.7, color=palette.holder_colour(what))
+            end += held[what] / factor
+        size = format_bytes(sum(held.values()))
+        axes.text(end + 0.015 * room * most, row, size, va="center", fontsize=7.5, color=palette.QUIET)
+    axes.set_yticks(range(len(rows)), labels=[palette.shortened(name, LONGEST_LABEL) for name in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, room * most)
+    axes.tick_params(axis="y", labelsize=7.5)
 
 
 def _aligned(measured: StepTrace, predicted: StepTrace) -> MemoryCurve:
@@ -188,18 +178,18 @@ def _ops(trace: StepTrace) -> list[tuple[str, float]]:
 def draw_peak(peak: PeakExplanation, *, layers: int = PEAK_LAYERS) -> Figure:
     """A figure with one bar for each of the ``layers`` that hold most at the peak, and one for all other layers."""
     rows = _layer_rows(peak, layers)
-    figure = new_figure(1.75 + 0.235 * len(rows))
-    height = figure.get_figheight()
-    frame = {"left": 0.27, "right": 0.985, "top": 1 - 0.68 / height, "bottom": 0.92 / height}
-    axes = figure.subplots(gridspec_kw=frame)
-    factor, unit = byte_unit(max(sum(held.values()) for held in rows.values()))
-    _draw_bars(axes, rows, factor, unit)
     budget = "" if peak.budget_bytes is None else f" within a budget of {format_bytes(peak.budget_bytes)}"
     headline = f"{peak.workload}: who holds the peak of {format_bytes(peak.size_bytes)}{budget}"
     of = "in-core step" if peak.budget_bytes is None else "planned step"
-    subtitle = f"{of}: {shortened(peak.moment, 120)}"
-    title(figure, headline, subtitle, 0.02, 1 - 0.32 / height, 1 - 0.55 / height)
-    legend(figure, axes, 0.02, 0.24 / height, 4, handlelength=1.0, handleheight=0.9)
+    subtitle = f"{of}: {palette.shortened(peak.moment, 120)}"
+    figure = palette.new_figure(1.75 + 0.235 * len(rows), headline, subtitle, 0.02)
+    axes = figure.subplots(gridspec_kw=palette.placed(figure, 0.68, 0.92, left=0.27))
+    factor, unit = palette.byte_unit(max(sum(held.values()) for held in rows.values()))
+    palette.plain_axes(axes, "bottom", grid="x", x=f"held at the peak ({unit})")
+    _draw_bars(axes, rows, factor, 1.12)
+    kinds = palette.in_stacking_order({what for held in rows.values() for what in held})
+    palette.squares(axes, {what: palette.holder_colour(what) for what in kinds})
+    palette.legend(figure, axes, 4, 0.02)
     return figure
 
 
@@ -216,45 +206,22 @@ def _layer_rows(peak: PeakExplanation, layers: int) -> dict[str, dict[str, int]]
     return rows
 
 
-def _draw_bars(axes: Axes, rows: dict[str, dict[str, int]], factor: int, unit: str) -> None:
-    places = list(range(len(rows) - 1, -1, -1))
-    lefts = [0.0] * len(rows)
-    for what in in_stacking_order({what for held in rows.values() for what in held}):
-        widths = [held.get(what, 0) / factor for held in rows.values()]
-        axes.barh(places, widths, left=lefts, height=0.72, color=holder_colour(what), label=what)
-        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-    for place, held, end in zip(places, rows.values(), lefts, strict=True):
-        axes.text(
-            end + 0.006 * max(lefts), place, format_bytes(sum(held.values())), va="center", fontsize=7.5, color=QUIET
-        )
-    axes.set_yticks(places, labels=[shortened(layer, 38) for layer in rows])
-    axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set_xlim(0, 1.12 * max(lefts))
-    plain_axes(axes, "bottom", grid="x", x=f"held at the peak ({unit})")
-    axes.tick_params(axis="y", length=0, labelsize=8)
-
-
 def draw_decisions(plans: Plan | Sequence[Plan]) -> Figure:
     """A figure with one strip for each plan. Several plans must be for one step; their strips show the budgets."""
     listed = [plans] if isinstance(plans, Plan) else list(plans)
-    height = _ABOVE_INCHES + _BELOW_INCHES + _STRIP_INCHES * len(listed)
-    figure = new_figure(height)
-    frame = {"left": LEFT, "right": 0.985, "top": 1 - _ABOVE_INCHES / height, "bottom": _BELOW_INCHES / height}
-    axes = figure.subplots(gridspec_kw=frame)
     total_bytes = max(1, *(sum(value.size_bytes for value in plan.saved) for plan in listed))
-    factor, unit = byte_unit(total_bytes)
-    for row, plan in enumerate(reversed(listed)):
-        _draw_strip(axes, plan, row, factor)
-        for _, begin, end in _layers(plan):
-            if begin and end - begin >= LEAST_PARTED * total_bytes:
-                axes.vlines(begin / factor, row - 0.4, row + 0.4, color="white", linewidth=0.6)
-    for decision, sizes in listed[0].decided().items():  # handles of the legend
-        size = f" {format_bytes(sum(sizes))}" if len(listed) == 1 else ""
-        axes.broken_barh([], (0, 0), facecolors=DECISION_COLOURS[decision], label=f"{decision}{size}")
-    _set_axes(axes, listed, total_bytes, factor)
+    factor, unit = palette.byte_unit(total_bytes)
     subtitle = f"{format_bytes(total_bytes)} that autograd saves, in the order of forward; width is bytes ({unit})"
-    title(figure, _decisions_title(listed), subtitle, LEFT, 1 - 0.32 / height, 1 - 0.54 / height)
-    legend(figure, axes, LEFT, 1 - 0.78 / height, 3, handlelength=1.0, handleheight=0.9)
+    height_inches = _ABOVE_INCHES + _BELOW_INCHES + _STRIP_INCHES * len(listed)
+    figure = palette.new_figure(height_inches, _decisions_title(listed), subtitle)
+    axes = figure.subplots(gridspec_kw=palette.placed(figure, _ABOVE_INCHES, _BELOW_INCHES))
+    for row, plan in enumerate(reversed(listed)):
+        _draw_strip(axes, plan, row, factor, LEAST_PARTED * total_bytes)
+    decided = listed[0].decided().items()
+    size = {decision: f" {format_bytes(sum(sizes))}" if len(listed) == 1 else "" for decision, sizes in decided}
+    palette.squares(axes, {f"{one}{size[one]}": palette.DECISION_COLOURS[one] for one in size})
+    _set_axes(axes, listed, total_bytes, factor)
+    palette.legend(figure, axes, 3, above=True)
     return figure
 
 
@@ -266,15 +233,14 @@ def _decisions_title(plans: list[Plan]) -> str:
     return f"{plan.workload} within {format_bytes(plan.budget_bytes)} ({share:.0%} of in-core): decisions by layer"
 
 
-def _draw_strip(axes: Axes, plan: Plan, row: int, factor: int) -> None:
-    stretches: dict[str, list[tuple[float, float]]] = {str(decision): [] for decision in Decision}
-    place = 0
-    for value in plan.saved:
-        stretches[value.decision].append((place / factor, value.size_bytes / factor))
-        place += value.size_bytes
-    for decision, bars in stretches.items():
-        colour = DECISION_COLOURS[decision]
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolors=colour, linewidth=0.3)
+def _draw_strip(axes: Axes, plan: Plan, row: int, factor: int, least_bytes: float) -> None:
+    """Draws the saved values in order, and a line before each layer of at least that many bytes."""
+    sizes = [value.size_bytes / factor for value in plan.saved]
+    colours = [palette.DECISION_COLOURS[value.decision] for value in plan.saved]
+    stretches = list(zip(accumulate(sizes, initial=0.0), sizes, strict=False))
+    axes.broken_barh(stretches, (row - 0.4, 0.8), color=colours, linewidth=0.3)
+    begins = [begin / factor for _, begin, end in _layers(plan) if begin and end - begin >= least_bytes]
+    axes.vlines(begins, row - 0.4, row + 0.4, color="white", linewidth=0.6)
 
 
 def _set_axes(axes: Axes, plans: list[Plan], total_bytes: int, factor: int) -> None:
@@ -284,14 +250,15 @@ def _set_axes(axes: Axes, plans: list[Plan], total_bytes: int, factor: int) -> N
         for layer, begin, end in _layers(plans[0])
         if end - begin >= LEAST_LABELLED * total_bytes
     ]
-    axes.set_xticks([place for _, place in named], labels=[shortened(layer, LONGEST_LABEL) for layer, _ in named])
+    axes.set_xticks(
+        [place for _, place in named], labels=[palette.shortened(layer, LONGEST_LABEL) for layer, _ in named]
+    )
     axes.set_xlim(0, total_bytes / factor)
     axes.set_ylim(-0.5, len(plans) - 0.5)
     shares = [f"{share_of_peak(plan.budget_bytes, plan.prediction.in_core_peak_bytes):.0%}" for plan in reversed(plans)]
     axes.set_yticks(range(len(plans)), labels=shares)
-    plain_axes(axes)
-    axes.tick_params(axis="x", length=2, labelsize=7.5, labelrotation=90)
-    axes.tick_params(axis="y", length=0)
+    palette.plain_axes(axes)
+    axes.tick_params(axis="x", labelsize=7.5, labelrotation=90)
 
 
 def _layers(plan: Plan) -> list[tuple[str, int, int]]:

@@ -35,22 +35,21 @@ from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.streams import Lane
 from poochplan.units import format_bytes, format_copies, format_seconds, share_of_peak
 
-from .palette import BLUE, INK, LEFT, PURPLE, QUIET, byte_unit, legend, new_figure, plain_axes, title
+from . import palette
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette: people with any colour vision can distinguish it, and in grey the lightness differs.
 COLOURS = {
-    "forward": BLUE,
-    "backward": "#56B4E9",
+    "forward": palette.BLUE,
+    "backward": palette.SKY,
     "optimizer": "#BBBBBB",
-    "replay": "#F0A000",
-    "stall": "#D55E00",
-    "runtime": "#F0E442",
-    "swap out": "#CC79A7",
-    "swap in": "#009E73",
+    "replay": palette.AMBER,
+    "stall": palette.ORANGE,
+    "runtime": palette.YELLOW,
+    "swap out": palette.PINK,
+    "swap in": palette.GREEN,
 }
 ROWS = ("in-core", "compute", "swap out", "swap in")
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -173,13 +172,7 @@ def predicted_trace(profile: Profile, plan: Plan) -> StepTrace:
 
 def draw_timeline(timeline: Timeline) -> Figure:
     """A figure with rows for the streams above the live memory, on one time axis."""
-    figure, plan, prediction = new_figure(5.6), timeline.plan, timeline.plan.prediction
-    frame = {"left": LEFT, "right": 0.985, "top": 0.82, "bottom": 0.16, "hspace": 0.07}
-    streams, memory = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (1.0, 1.6), **frame})
-    scale_s, unit = next((one for one in _UNITS if timeline.step_s >= 2 * one[0]), _UNITS[-1])
-    draw_streams(streams, timeline, scale_s)
-    draw_memory(memory, timeline, scale_s, f"time in the step ({unit})")
-    memory.set_xlim(0, max(float(timeline.in_core_memory.times_s[-1]), *(bar.end_s for bar in timeline.bars)) / scale_s)
+    plan, prediction = timeline.plan, timeline.plan.prediction
     share = share_of_peak(plan.budget_bytes, timeline.in_core_memory.peak_bytes)
     headline = f"{plan.workload} within {share:.0%} of its memory: predicted overhead {prediction.overhead:+.1%}"
     if timeline.measured_overhead is not None:
@@ -188,79 +181,77 @@ def draw_timeline(timeline: Timeline) -> Figure:
         f"step {format_seconds(prediction.step_s)}, {prediction.in_core_text};  {prediction.causes_text};  "
         f"{format_copies(prediction.out_bytes, prediction.in_bytes)}"
     )
-    title(figure, headline, subtitle, LEFT, 0.945, 0.905)
-    legend(figure, streams, LEFT, 0.86, 8, handlelength=1.0, handleheight=0.9)
-    legend(figure, memory, LEFT, 0.035, 8, handlelength=1.9)
+    figure = palette.new_figure(5.6, headline, subtitle)
+    heights, place = (1.0, 1.6), palette.placed(figure, 1.0, 0.9, hspace=0.07)
+    streams, memory = figure.subplots(2, 1, sharex=True, height_ratios=heights, gridspec_kw=place)
+    scale_s, unit = next((one for one in _UNITS if timeline.step_s >= 2 * one[0]), _UNITS[-1])
+    draw_streams(streams, timeline, scale_s)
+    draw_memory(memory, timeline, scale_s, f"time in the step ({unit})")
+    memory.set_xlim(0, max(float(timeline.in_core_memory.times_s[-1]), *(bar.end_s for bar in timeline.bars)) / scale_s)
+    palette.legend(figure, streams, 8, above=True)
+    palette.legend(figure, memory, 8)
     return figure
 
 
 def draw_streams(axes: Axes, timeline: Timeline, scale_s: float) -> None:
-    """Draws one row per stream. The colour of a bar shows its activity, and is labelled once, for a legend."""
-    shown = [row for row in ROWS if any(bar.row == row for bar in timeline.bars)]
-    for what, colour in COLOURS.items():
-        label: str | None = what
-        for y, row in enumerate(reversed(shown)):
-            height = 0.42 if row == "in-core" else 0.74
-            stretches = [
-                (bar.start_s / scale_s, (bar.end_s - bar.start_s) / scale_s)
-                for bar in timeline.bars
-                if (bar.row, bar.what) == (row, what)
-            ]
-            if stretches:
-                place = (y - height / 2, height)
-                axes.broken_barh(stretches, place, color=colour, linewidth=0.4, label=label)
-                label = None
-    axes.set_yticks(range(len(shown)), labels=shown[::-1])
+    """Draws one row per stream. The colour of a bar shows its activity."""
+    shown = [row for row in reversed(ROWS) if any(bar.row == row for bar in timeline.bars)]
+    for y, row in enumerate(shown):
+        height = 0.42 if row == "in-core" else 0.74
+        bars = [bar for what in COLOURS for bar in timeline.bars if (bar.row, bar.what) == (row, what)]
+        stretches = [(bar.start_s / scale_s, (bar.end_s - bar.start_s) / scale_s) for bar in bars]
+        colours = [COLOURS[bar.what] for bar in bars]
+        axes.broken_barh(stretches, (y - height / 2, height), color=colours, linewidth=0.4)
+    used = {bar.what for bar in timeline.bars}
+    palette.squares(axes, {what: colour for what, colour in COLOURS.items() if what in used})
+    axes.set_yticks(range(len(shown)), labels=shown)
     axes.set_ylim(-0.55, len(shown) - 0.45)
-    plain_axes(axes)
-    axes.tick_params(axis="both", length=0, labelbottom=False)
+    palette.plain_axes(axes)
+    axes.tick_params(labelbottom=False)
 
 
 def draw_memory(axes: Axes, timeline: Timeline, scale_s: float, x: str) -> None:
     """Draws live bytes over time: in-core, planned, the budget and the peak."""
     planned, in_core, budget_bytes = timeline.memory, timeline.in_core_memory, timeline.plan.budget_bytes
-    factor, unit = byte_unit(max(in_core.peak_bytes, budget_bytes))
+    factor, unit = palette.byte_unit(max(in_core.peak_bytes, budget_bytes))
     axes.stairs(
-        in_core.size_bytes / factor, in_core.times_s / scale_s, color=QUIET, linewidth=1.1, baseline=None,
-        linestyle=(0, (4, 2)), label=f"in-core, peak {format_bytes(in_core.peak_bytes)}",
+        in_core.size_bytes / factor, in_core.times_s / scale_s, color=palette.QUIET, linewidth=1.1, baseline=None,
+        linestyle=palette.DASHED, label=f"in-core, peak {format_bytes(in_core.peak_bytes)}",
     )  # fmt: skip
     draw_live(axes, planned, budget_bytes, scale_s, factor, "planned")
     reserved_bytes = timeline.plan.prediction.reserved_with(timeline.plan.prediction.expands) or 0
     if reserved_bytes:
-        axes.axhline(
-            reserved_bytes / factor, color=BLUE, linewidth=1.0, linestyle=(0, (5, 1.5)),
-            label=f"reserved {format_bytes(reserved_bytes)}",
-        )  # fmt: skip
+        palette.level(axes, "reserved", reserved_bytes, factor, color=palette.BLUE, linestyle=(0, (5, 1.5)))
     if timeline.measured_peak_bytes is not None:
-        axes.axhline(
-            timeline.measured_peak_bytes / factor, color=PURPLE, linewidth=1.4, linestyle=(0, (1, 1.5)),
-            label=f"measured peak {format_bytes(timeline.measured_peak_bytes)}",
-        )  # fmt: skip
+        dots = {"color": palette.PURPLE, "linewidth": 1.4, "linestyle": (0, (1, 1.5))}
+        palette.level(axes, "measured peak", timeline.measured_peak_bytes, factor, **dots)
     if timeline.static_bytes:
         axes.axhspan(
             0, timeline.static_bytes / factor, color="#8C8C8C", alpha=0.35, linewidth=0,
             label=f"always live {format_bytes(timeline.static_bytes)}",
         )  # fmt: skip
     axes.set_ylim(0, 1.1 * max(in_core.peak_bytes, planned.peak_bytes, budget_bytes, reserved_bytes) / factor)
-    plain_axes(axes, "left", "bottom", grid="y", x=x, y=f"live memory ({unit})")
+    palette.plain_axes(axes, "left", "bottom", grid="y", x=x, y=f"live memory ({unit})")
     is_left = planned.peak_s < 0.6 * timeline.step_s
     axes.annotate(
         f"peak in {timeline.peak_layer}" if timeline.peak_layer else "peak",
         (planned.peak_s / scale_s, planned.peak_bytes / factor), xytext=(3 if is_left else -3, 6),
         textcoords="offset points", ha="left" if is_left else "right",
-        fontsize=8, color=INK, zorder=6,
+        fontsize=8, color=palette.INK, zorder=6,
         bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.75, "linewidth": 0},
     )  # fmt: skip
 
 
 def draw_live(axes: Axes, memory: MemoryCurve, budget_bytes: int, scale_s: float, factor: int, name: str) -> None:
     """Draws the budget, and a predicted step's live bytes with a dot at their peak."""
-    axes.axhline(budget_bytes / factor, color=INK, linewidth=1.1, label=f"budget {format_bytes(budget_bytes)}")
+    palette.level(axes, "budget", budget_bytes, factor)
     times, sizes = memory.times_s / scale_s, memory.size_bytes / factor
-    axes.stairs(sizes, times, fill=True, color=BLUE, alpha=0.18, linewidth=0)
+    axes.stairs(sizes, times, fill=True, color=palette.BLUE, alpha=0.18, linewidth=0)
     peak = f"{name}, peak {format_bytes(memory.peak_bytes)}"
-    axes.stairs(sizes, times, color=BLUE, linewidth=1.3, baseline=None, label=peak)
-    axes.plot([memory.peak_s / scale_s], [memory.peak_bytes / factor], marker="o", markersize=4.5, color=INK, zorder=5)
+    axes.stairs(sizes, times, color=palette.BLUE, linewidth=1.3, baseline=None, label=peak)
+    axes.plot(
+        [memory.peak_s / scale_s], [memory.peak_bytes / factor], marker="o", markersize=4.5, color=palette.INK, zorder=5
+    )
 
 
 def write_trace(trace: StepTrace, path: str | Path, *, force: bool = False) -> Path:
