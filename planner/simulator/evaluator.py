@@ -246,7 +246,7 @@ def flat_problem_of(problem: Problem) -> FlatProblem:
     op_s[:-1, 0], op_s[:-1, 1] = problem.replay.op_seconds, cost.launch_s
     op_s[:, 2], op_s[:, 3] = cost.before_op_s, problem.work_before_op_s
     of_link = link.duplex, link.interference_out, link.interference_in
-    rates = *of_link, cost.out_s, cost.fetch_s, cost.record_s, cost.replay_s, problem.step_s
+    rates = *of_link, cost.out_s, cost.fetch_s, cost.record_s, cost.drop_s, cost.replay_s, problem.step_s
     return FlatProblem(
         values=values,
         copy_s=np.array([(problem.out_seconds(v), problem.in_seconds(v)) for v in range(count)]).reshape(count, 2),

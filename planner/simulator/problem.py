@@ -41,6 +41,8 @@ class LaunchCost:
     """For each copy back."""
     record_s: float
     """For each recorded op, in addition to the op itself."""
+    drop_s: float
+    """For each value that a replay will bring back, at its save point."""
     replay_s: float
     """For each replayed op, in addition to the op itself."""
     handles_s: Floats
@@ -94,6 +96,7 @@ def launch_cost_of(profile: Profile) -> LaunchCost:
         out_s=measured.swap_s - measured.fetch_s,
         fetch_s=measured.fetch_s,
         record_s=measured.record_s,
+        drop_s=measured.drop_s,
         replay_s=measured.replay_s,
         handles_s=handles_s,
         launch_s=np.zeros(len(durations)) if is_compute else _launches(profile, measured, durations),
@@ -456,7 +459,7 @@ def _check_costs(profile: Profile) -> None:
     cost = profile.runtime
     if cost is None:
         return
-    for name in ("handle_s", "swap_s", "record_s", "replay_s", "launch_s", "unpack_s", "fetch_s"):
+    for name in ("handle_s", "swap_s", "record_s", "drop_s", "replay_s", "launch_s", "unpack_s", "fetch_s"):
         seconds = getattr(cost, name)
         if not (math.isfinite(seconds) and seconds >= 0):
             raise PoochError(f"runtime.{name}: expected at least 0 s, found {seconds}; profile again")

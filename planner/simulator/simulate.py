@@ -64,6 +64,7 @@ class Simulation:
 
 
 class _Do(StrEnum):
+    DROP = "drop"
     OUT = "out"
     WAIT_OUT = "wait_out"
     IN = "in"
@@ -128,7 +129,13 @@ class Walk:
             for value, point in enumerate(problem.first_use_point)
             if point >= 0 and self.decisions[value] is not Decision.KEEP
         }
-        for point in sorted({*actions, *first_uses}):
+        drops = dict[int, int]()
+        if problem.launch_cost.drop_s:
+            dropped = (value for value, one in enumerate(self.decisions) if one is Decision.RECOMPUTE)
+            drops = {problem.save_points[value]: value for value in dropped}
+        for point in sorted({*actions, *first_uses, *drops}):
+            if point in drops:
+                self.commands.append((point, _Do.DROP, drops[point]))
             action = actions.get(point)
             if action is not None:
                 for value in action.swap_out:
@@ -195,7 +202,9 @@ def _time(
         if point != here:
             thread.reach(point)
             here = point
-        if what is _Do.OUT:
+        if what is _Do.DROP:
+            thread.take(cost.drop_s)
+        elif what is _Do.OUT:
             thread.take(cost.out_s)
             streams.queue(value, problem.out_seconds(value), problem.names[value], is_out=True)
         elif what is _Do.IN:

@@ -67,6 +67,7 @@ def launch_costs(context: StudyContext, profile: Profile) -> Generator[NewObserv
     own, keep, record, replay = map(_quickest, (plain, *planned))
     handles = max(1, len(profile.handles))
     replayed, recorded = max(1, replayed_ops(problem, recompute)[0]), max(1, recorded_ops(problem))
+    dropped = max(1, recompute.count(Decision.RECOMPUTE))
     pack_s = max(0.0, keep.forward_s - own.forward_s) / handles
     unpack_s = max(0.0, keep.backward_s - own.backward_s) / handles
     return {
@@ -74,7 +75,8 @@ def launch_costs(context: StudyContext, profile: Profile) -> Generator[NewObserv
         "handle_s": pack_s + unpack_s,
         "unpack_s": unpack_s,
         "record_s": max(0.0, record.forward_s - keep.forward_s) / recorded,
-        "replay_s": max(0.0, (sum(replay) - sum(record)) / replayed - launches[Phase.FORWARD]),  # with recipes' making
+        "drop_s": max(0.0, replay.forward_s - record.forward_s) / dropped,
+        "replay_s": max(0.0, (replay.backward_s - record.backward_s) / replayed - launches[Phase.FORWARD]),
     }
 
 

@@ -49,7 +49,7 @@ UNMEASURED = "unmeasured"
 """The name of a link that is still to be measured."""
 _OWN = "call_s"
 """In ``unmeasured``, if only the costs of the step's own handles are known."""
-VERSION = 7
+VERSION = 9
 """Version of how costs are measured; files of other versions are measured anew."""
 COLUMNS, LAYERS_OF_ONE_ROW, LAYERS, ROWS, DTYPE = 512, 100, 20, 63, torch.float64
 """Swapping is timed on a few values of 252 KiB. They are large enough that their pages return to the system, as those
@@ -268,7 +268,9 @@ def measure_runtime(where: torch.device) -> Measured:
             kept_large, swapped = keep_large(), swap()
             call_s = (called.whole_s - plain.whole_s) / small.handle_count
             op_s = plain.forward_s / small.forward_op_count
-            replays_s = (recomputed.total_s - recorded.total_s) / small.replayed_op_count
+            drops_s, replays_s = (recomputed.pack_s - recorded.pack_s), (recomputed.unpack_s - recorded.unpack_s)
+            if not small.is_ahead:  # the one thread takes them all
+                drops_s, replays_s = 0.0, drops_s + replays_s
             back_s = (swapped.unpack_s - kept_large.unpack_s) / large.value_count
             out_s = (swapped.pack_s - kept_large.pack_s) / large.value_count
             return {
@@ -279,8 +281,8 @@ def measure_runtime(where: torch.device) -> Measured:
                 "swap_s": out_s + back_s,
                 "fetch_s": back_s,
                 "record_s": (recorded.outside_s - kept.outside_s) / small.recorded_op_count,
-                "replay_s": replays_s - op_s,
-            }
+                "replay_s": replays_s / small.replayed_op_count - op_s,
+            } | ({"drop_s": drops_s / small.dropped_count} if small.is_ahead else {})
 
         return measured_from(*costs_of(a_round), where.type)
 
@@ -292,6 +294,7 @@ def measured_from(found: dict[str, float], untold: tuple[str, ...], device_type:
         handle_s=found["handle_s"],
         swap_s=found["swap_s"],
         record_s=found["record_s"],
+        drop_s=found.get("drop_s", 0.0),
         replay_s=found["replay_s"],
         launch_s=0.0 if device_type == "cpu" else found["launch_s"],  # on the CPU in the duration of each op
         unpack_s=min(found["unpack_s"], found["handle_s"]),
@@ -319,6 +322,7 @@ class _Network:
         self.where, self.model = where, Chain(layers).to(where)
         self._batch = torch.full((rows, COLUMNS), 0.5, dtype=DTYPE, device=where)
         self._clock = clock_of(where)
+        self.is_ahead = self._clock.is_ahead
         with StepFunction(self.forward, self.model, None, where) as steps:
             self.profile = steps.run(Capturing(steps.context)).untimed("run")
         forward = [op for op in self.profile.ops if op.phase is Phase.FORWARD]
@@ -328,7 +332,8 @@ class _Network:
         self.keep = [Decision.KEEP] * self.value_count
         self.every_other = [Decision.RECOMPUTE if value % 2 else Decision.KEEP for value in range(self.value_count)]
         """Each replay is that of one layer, from the value before it."""
-        self.replayed_op_count = OPS_OF_A_LAYER * self.every_other.count(Decision.RECOMPUTE)
+        self.dropped_count = self.every_other.count(Decision.RECOMPUTE)
+        self.replayed_op_count = OPS_OF_A_LAYER * self.dropped_count
 
     def forward(self) -> torch.Tensor:
         self.model.zero_grad()

@@ -209,6 +209,9 @@ class Search:
         is_save = self.problem.point_is_save[point]
         if is_save:
             places[value] = DROPPED if value in self.recomputed else HERE if value in self.swappable else BACK
+            if places[value] == DROPPED:
+                cost = self.problem.launch_cost
+                clock = take(self.problem.link, cost.is_compute, clock, cost.drop_s)
         for issued in self._issues(places, point):
             moved = [LEAVING if v in issued else place for v, place in enumerate(places)]
             if is_save:

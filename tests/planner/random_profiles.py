@@ -435,6 +435,7 @@ def with_random_thread(profile: Profile, seed: int) -> Profile:
         handle_s=handle_s,
         swap_s=swap_s,
         record_s=cost(),
+        drop_s=cost(),
         replay_s=cost(),
         launch_s=cost(),
         phase_launch_s={phase: cost() for phase in Phase if rng.random() < 0.4},

@@ -113,7 +113,7 @@ def takes_another_time(profile: Profile, seed: int, **forgotten: Any) -> bool:
     return False
 
 
-TAKEN = ("handle_s", "swap_s", "record_s", "replay_s", "unpack_s", "fetch_s")
+TAKEN = ("handle_s", "swap_s", "record_s", "drop_s", "replay_s", "unpack_s", "fetch_s")
 TAKEN_ON = [*((what, kind) for what in TAKEN for kind in ("cpu", "cuda")), ("launch_s", "cuda")]
 """On the CPU an op's duration holds its launch."""
 

@@ -77,7 +77,7 @@ def test_in_core_the_thread_reaches_no_op_after_it_has_begun() -> None:
     assert Problem.of(of_phases).launch_cost.launch_s.tolist() == pytest.approx([0.1, 0.1, 1.0, 7.0, 0.1, 0.1])
 
 
-COSTS = ("launch_s", "handle_s", "swap_s", "record_s", "replay_s")
+COSTS = ("launch_s", "handle_s", "swap_s", "record_s", "drop_s", "replay_s")
 
 
 @pytest.mark.parametrize("what", COSTS)

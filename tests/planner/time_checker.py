@@ -56,12 +56,12 @@ class _Timed(Judge):
         self.link, self.times, self.clock = profile.link, Times(), Clock(0.0, (), ())
         self.is_compute = cost is not None and profile.device.kind == "cpu"
         self.is_ahead = cost is not None and not self.is_compute
-        self.unpack_s = self.pack_s = self.fetch_s = self.out_s = self.record_s = self.replay_s = 0.0
+        self.unpack_s = self.pack_s = self.fetch_s = self.out_s = self.record_s = self.replay_s = self.drop_s = 0.0
         self.launches_s = [0.0] * len(profile.ops)
         if cost is not None:
             self.unpack_s, self.pack_s = cost.unpack_s, cost.handle_s - cost.unpack_s
             self.fetch_s, self.out_s = cost.fetch_s, cost.swap_s - cost.fetch_s
-            self.record_s, self.replay_s = cost.record_s, cost.replay_s
+            self.record_s, self.replay_s, self.drop_s = cost.record_s, cost.replay_s, cost.drop_s
             thread_s = begins_s = 0.0
             for number, op in enumerate(profile.ops):
                 begins_s += op.duration_s
@@ -97,6 +97,9 @@ class _Timed(Judge):
 
     def _act(self, tick: int, action: PointActions | None) -> None:
         self._take(0.0)
+        what, point = self.timeline[tick]
+        if what == "point" and self.profile.points[point].kind.value == "save":
+            self._take(self.drop_s if self.plan.values[self.done_saves].decision.value == "recompute" else 0.0)
         for index in action.swap_out if action else ():
             self._take(self.out_s)
             copy = index, self._copy_s(self.link.outward, index)

@@ -69,6 +69,10 @@ class Evaluator {
     size_t out = 0, run = 0;
     for (int64_t point = 0; point < problem.points.count; ++point) {
       const Point& here = problem.points[point];
+      if (is_dropped(here)) {
+        reach(problem, clock, here.op);
+        take(problem, clock, problem.rates->drop_s);
+      }
       for (; out < scratch.queue.size() && scratch.queue[out].point == point; ++out) {
         reach(problem, clock, here.op);
         take(problem, clock, problem.rates->out_s);
@@ -97,6 +101,12 @@ class Evaluator {
     const double recording_s = finish(problem, clock), added_s = clock.runtime_s + recording_s;
     found.step_s = problem.rates->step_s + found.replay_s + clock.stall_s + clock.interference_s + added_s;
     return found;
+  }
+
+  // Whether a value is given up there for a replay, and that takes time.
+  bool is_dropped(const Point& here) const {
+    const bool is_save = here.use < 0;
+    return is_save && problem.rates->drop_s > 0.0 && scratch.decisions[here.saves_before] == kRecompute;
   }
 
   // Queues the copy back of a value that is away; returns its bytes.

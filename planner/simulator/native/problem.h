@@ -77,7 +77,7 @@ struct OpSeconds {
 
 // Rates of the link, costs of the launching thread (`LaunchCost`), and the step that keeps everything.
 struct Rates {
-  double duplex, interference[2], out_s, fetch_s, record_s, replay_s, step_s;
+  double duplex, interference[2], out_s, fetch_s, record_s, drop_s, replay_s, step_s;
 };
 
 // Whether the launching thread is ahead of the device, or the compute stream itself; the end of recording; the values

@@ -366,6 +366,8 @@ class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
     """For each swapped value: queueing its copies, giving it up, taking memory for it again."""
     record_s: Seconds
     """For each recorded op, in addition to the op itself."""
+    drop_s: Seconds = 0.0
+    """For each value that a replay will bring back: its recipe, and giving it up. 0 where ``replay_s`` has it."""
     replay_s: Seconds = 0.0
     """For each replayed op, in addition to the op itself: its part of the recipe and of the replay."""
     launch_s: Seconds = 0.0
