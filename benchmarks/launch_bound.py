@@ -9,6 +9,12 @@ says how much longer they take than on an H100, and the link is as much faster, 
 passes while this process computes or waits for the GPU, so other processes do not count; they do disturb the caches.
 Plans of the planner at budgets, and decisions at random. Planned steps and those in-core take turns; the quickest of
 each counts, on the wall and of the launching threads.
+
+    NULLGPU_BY_PROCESSOR=1 NULLGPU_COPIED_BYTES=65536 PYTHONPATH=src OMP_NUM_THREADS=1 .venv-torch-2.14.1/bin/python \
+        -m tests.nullgpu python -m benchmarks.launch_bound --nets resnet50 gpt2-bf16 llama unet3d -o ...
+
+Networks of a real size, at the null GPU's own rates: at 60%, with the smallest budget, and with the peak of
+``torch.utils.checkpoint`` around each block, whose steps take turns with the planned ones.
 """
 
 from __future__ import annotations
@@ -18,13 +24,15 @@ import time
 import warnings
 from collections import Counter
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import poochplan
 from benchmarks.facts import Row, facts_of_run, parser_of, table_head, table_row, write_results
-from benchmarks.pairs import in_pairs
+from benchmarks.gpu_nets import NETS, Net
+from benchmarks.gpu_suite import checkpointed
+from benchmarks.pairs import in_pairs, ratio_of_pairs
 from poochplan.formats.plan import Decision, Plan
 from poochplan.formats.profile import Profile
 from poochplan.planner.planning import smallest_budget
@@ -87,7 +95,25 @@ def plans(profile: Profile, plan_s: float) -> dict[str, Plan]:
     return made
 
 
-def under(workload: Workload, plan: Plan, steps: int) -> Row:
+def llama(where: torch.device, tiny: bool) -> Net:
+    """A stack of eight of Llama's blocks, of the width of one of 1 billion parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width = {"hidden_size": 64, "intermediate_size": 128} if tiny else {"hidden_size": 2048, "intermediate_size": 8192}
+    heads = {"num_attention_heads": 2 if tiny else 32, "num_key_value_heads": 2 if tiny else 8}
+    config = LlamaConfig(vocab_size=32000, num_hidden_layers=8, use_cache=False, **width, **heads)
+    model = LlamaForCausalLM(config).to(where, torch.bfloat16).train()
+    tokens = torch.randint(32000, (4, 64 if tiny else 2048), device=where)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    workload = Workload(model, lambda: model(input_ids=tokens, labels=tokens).loss, optimizer)
+    return Net(workload, list(model.model.layers), "transformers")
+
+
+OF_A_SIZE = {**NETS, "llama": llama}
+
+
+def under(workload: Workload, plan: Plan, steps: int, blocks: list[torch.nn.Module] | None = None) -> Row:
+    """Of planned steps, in turns with those in-core; or with checkpointed ``blocks``, in ``beside_checkpointing``."""
     options = {"on_over_budget": "warn", "meter": "never", "on_audit": "off", "quiet": True}
     with poochplan.apply(plan, workload.model, **options) as session:  # type: ignore[arg-type]
 
@@ -101,6 +127,7 @@ def under(workload: Workload, plan: Plan, steps: int) -> Row:
         for _ in range(WARM_STEPS):
             plain(), planned()
         pairs = in_pairs(plain, planned, steps)
+        beside = {"beside_checkpointing": _beside(workload, session, blocks, steps)} if blocks else {}
         fallbacks = session.report().total.fallbacks
     (in_core, least), ratios = (
         (Seconds(*map(min, zip(*one, strict=True))) for one in zip(*pairs, strict=True)),
@@ -115,7 +142,47 @@ def under(workload: Workload, plan: Plan, steps: int) -> Row:
         "in_core": in_core._asdict(),
         "planned": least._asdict(),
         "fallbacks": fallbacks,
+        **beside,
     }
+
+
+def _beside(workload: Workload, session: poochplan.Session, blocks: list[torch.nn.Module], steps: int) -> Row:
+    """Planned steps, as ratios to checkpointed ones."""
+
+    def others() -> Seconds:
+        with session.away(), checkpointed(blocks):
+            return one_step(workload)
+
+    others()
+    pairs = in_pairs(others, lambda: one_step(workload), steps)
+    return ratio_of_pairs([(one.step_s, two.step_s) for one, two in pairs])
+
+
+def of_a_size(name: str, steps: int, iterations: int, **limits: Any) -> dict[str, Row]:
+    """A network of a real size, at three budgets; one is the peak of checkpointing each block."""
+    torch.manual_seed(0)
+    net = OF_A_SIZE[name](WHERE, False)
+    workload = net.workload
+    profile = poochplan.profile(
+        workload.step, model=workload.model, optimizer=workload.optimizer, iterations=iterations
+    )
+    with checkpointed(net.blocks):
+        one_step(workload)
+        torch.cuda.reset_peak_memory_stats(WHERE)
+        one_step(workload)
+        peak_bytes = torch.cuda.max_memory_allocated(WHERE)
+    budgets = {"60%": "60%", "the smallest": smallest_budget(profile), "as checkpointing": peak_bytes}
+    found = {}
+    for label, budget in budgets.items():
+        try:
+            made = poochplan.plan(profile, budget, threads=1, **limits)
+        except poochplan.InfeasibleError as error:  # the host's memory is smaller than its
+            print(f"{name}, {label}: {error}")
+            continue
+        blocks = net.blocks if label == "as checkpointing" else None
+        row = found[f"{name}, {label}"] = under(workload, made, steps, blocks)
+        print(line(f"{name}, {label}", row), row.get("beside_checkpointing", ""), flush=True)
+    return found
 
 
 def line(name: str, row: Row) -> str:
@@ -130,16 +197,25 @@ def line(name: str, row: Row) -> str:
 
 def main(words: list[str] | None = None) -> int:
     parser = parser_of(__doc__, "python -m benchmarks.launch_bound", steps=10, iterations=5, plan_s=2.0)
+    parser.add_argument("--host-budget", help="of their plans: pinned memory is the host's, here too")
+    parser.add_argument("--nets", nargs="+", choices=OF_A_SIZE, default=[], help="networks of a real size")
     arguments = parser.parse_args(words)
     warnings.simplefilter("ignore")
+    columns = ("plan", "promised", "found", "median", "promised ms", "found ms", "in-core ms")
+    print(table_head(*columns, "processor in-core", "planned"))
+    if arguments.nets:
+        rows = dict[str, Row]()
+        for name in arguments.nets:
+            limits = {"time_limit_s": arguments.plan_s, "host_budget": arguments.host_budget}
+            rows |= of_a_size(name, arguments.steps, arguments.iterations, **limits)
+            write_results(arguments.output, facts_of_run(arguments) | {"rows": rows})
+        return 0
     workload = network()
     profile = poochplan.profile(
         workload.step, model=workload.model, optimizer=workload.optimizer, iterations=arguments.iterations
     )
     cost, found = profile.runtime, dict[str, Row]()
     print(cost, f"in-core {1e3 * profile.times.step_s:.1f} ms, {len(profile.ops)} ops")
-    columns = ("plan", "promised", "found", "median", "promised ms", "found ms", "in-core ms")
-    print(table_head(*columns, "processor in-core", "planned"))
     for name, plan in plans(profile, arguments.plan_s).items():
         found[name] = under(workload, plan, arguments.steps)
         print(line(name, found[name]), flush=True)
