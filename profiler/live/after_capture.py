@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Container, Generator, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -212,18 +211,21 @@ class OpRuns:
 
     def __init__(self, captured: list[CapturedOp]) -> None:
         self.steps: list[PhaseSeconds] = []
+        self.needs_mode = False
+        """Whether torch runs other ops than the captured ones where no mode looks on."""
         self._captured = captured
         self._runs: list[Floats] = []
         self._differences: dict[str, str] = {}
 
-    def expect(self, timer: OpTimer) -> bool:
-        """Whether a step has dispatched the ops of the captured one."""
-        return _first_difference(self._captured, timer.ops)[0] != "ops"
-
     def add(self, timer: OpTimer, seconds: PhaseSeconds) -> None:
-        """Adds a step with its times. It is used if it dispatched the same ops, even if their shapes differ."""
-        self.steps.append(seconds)
+        """Adds a step with its times. It is used if it dispatched the same ops, even if their shapes differ. If it did
+        not, and is the first and timed without a mode, that may be the reason: then it is left out.
+        """
         what, difference = _first_difference(self._captured, timer.ops)
+        if what == "ops" and not self.steps and isinstance(timer, CompiledOpTimer):
+            self.needs_mode = True
+            return
+        self.steps.append(seconds)
         if what:
             self._differences.setdefault(what, difference)
         if what != "ops":
@@ -302,6 +304,7 @@ class OpTiming(PhaseTiming):
         context: StudyContext,
         policy: StepPolicy | None,
         arena: RepeatedStep | None = None,
+        *,
         is_compiled: bool = False,
     ) -> None:
         super().__init__(context, policy, arena)
@@ -352,20 +355,12 @@ class TimedSteps:
         return seconds
 
     def by_op(self, count: int, runs: OpRuns) -> Generator[NewObserver, Any, None]:
-        """Adds that many steps, timed op by op. If the compiled timer finds other ops than the capture in the first,
-        that may be because no mode looks on: it does not count, and a mode times those that follow.
-        """
-        is_compiled = True
+        """Adds that many steps, timed op by op."""
         while len(runs.steps) < count:
-            observer: OpTiming = yield partial(self._op_timing, is_compiled)
-            timer = observer.timer
-            if runs.steps or not isinstance(timer, CompiledOpTimer) or runs.expect(timer):
-                runs.add(timer, observer.seconds)
-            else:
-                is_compiled = False
-
-    def _op_timing(self, is_compiled: bool) -> OpTiming:
-        return OpTiming(self.context, self.policy(), self.arena, is_compiled)
+            observer: OpTiming = yield lambda: OpTiming(
+                self.context, self.policy(), self.arena, is_compiled=not runs.needs_mode
+            )
+            runs.add(observer.timer, observer.seconds)
 
     def recorded(self) -> Generator[NewObserver, Any, list[PhaseSeconds]]:
         """One ordinary step, by which an arena is laid out. One or two more follow that touch its pages. If these

@@ -145,3 +145,16 @@ def test_where_torch_runs_other_ops_because_a_mode_looks_on_a_mode_times_them_to
 
     profile = profiled(body)
     assert not any("steps differ" in note for note in profile.notes)
+
+
+def test_an_interrupt_amid_a_look_at_an_op_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    timer = CompiledOpTimer(nn.Linear(1, 1), CPU)
+    monkeypatch.setattr(compiled_tape._HELPERS, "facts", interrupted)
+    with timer.running(), pytest.raises(KeyboardInterrupt):
+        torch.special.bessel_j0(torch.ones(2)).sum()  # an op that no other step has
+        for _ in range(1000):
+            pass
+    assert "aten.sum.default" not in [op.name for op in timer.ops]

@@ -8,6 +8,7 @@
 #include "tape.h"
 
 #include <ATen/record_function.h>
+#include <c10/util/ScopeExit.h>
 
 #include <chrono>
 
@@ -50,7 +51,14 @@ class OpClock {
   // The result of `run()`, a backward. Its nodes are noted, each with torch's work up to the next, such as adding
   // gradients.
   py::object observed(const py::function& run) {
-    const Nodes nodes(*this);
+    at::RecordFunctionCallback callback(&begins, &ends);
+    const auto handle = at::addThreadLocalCallback(callback.scopes({at::RecordScope::BACKWARD_FUNCTION}));
+    const auto over = c10::make_scope_exit([&, before = std::exchange(here(), this)] {
+      at::removeCallback(handle);
+      here() = before;
+      stops();
+      depth_ = 0;
+    });
     return run();
   }
 
@@ -69,9 +77,6 @@ class OpClock {
 
   // What it has noted, in its order: (name, overload or None, layer, phase, shapes, seconds) of each op or node.
   py::list taken() {
-    if (!failure_.empty()) {
-      throw std::runtime_error(failure_);
-    }
     py::list found;
     for (const Timed& one : std::exchange(timed_, {})) {
       found.append(py::make_tuple(one.name, one.overload, one.layer, one.phase, one.shapes, one.seconds));
@@ -86,28 +91,6 @@ class OpClock {
     std::string name;
     py::object overload, layer, phase, shapes;
     double seconds;
-  };
-
-  // A block in which nodes reach the clock, and ops do not.
-  class Nodes {
-   public:
-    explicit Nodes(OpClock& clock) : clock_(clock), before_(std::exchange(here(), &clock)) {
-      at::RecordFunctionCallback callback(&begins, &ends);
-      handle_ = at::addThreadLocalCallback(callback.scopes({at::RecordScope::BACKWARD_FUNCTION}));
-    }
-    Nodes(const Nodes&) = delete;
-    Nodes& operator=(const Nodes&) = delete;
-    ~Nodes() {
-      at::removeCallback(handle_);
-      here() = before_;
-      clock_.stops();
-      clock_.depth_ = 0;
-    }
-
-   private:
-    OpClock& clock_;
-    OpClock* before_;
-    at::CallbackHandle handle_;
   };
 
   // A node within another is part of that.
@@ -134,15 +117,20 @@ class OpClock {
     since_.reset();
   }
 
-  // Calls `note` under the interpreter's lock. If that raises nothing more is seen, and Python is told where it asks.
+  // Calls `note` under the interpreter's lock. If that raises nothing more is seen: the step then has too few ops, and is
+  // not used. A user's interrupt comes again.
   template <typename Note>
   void noted(Note note) {
     const py::gil_scoped_acquire lock;
     try {
       note();
-    } catch (const std::exception& error) {
+    } catch (const py::error_already_set& error) {
       is_on = false;
-      failure_ = error.what();
+      if (error.matches(PyExc_KeyboardInterrupt)) {
+        PyErr_SetInterrupt();
+      }
+    } catch (const std::exception&) {
+      is_on = false;
     }
   }
 
@@ -184,7 +172,6 @@ class OpClock {
   int depth_ = 0;  // of the nodes that run, one within the other
   std::optional<Clock::time_point> since_;  // of the time that passes for the last node
   bool is_paused_ = false, goes_on_ = false;
-  std::string failure_;
 };
 
 }  // namespace pooch

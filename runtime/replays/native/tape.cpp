@@ -187,6 +187,17 @@ PYBIND11_MODULE(tape, m) {
       }))
       .def("parts", &Replay::parts)
       .def("run", [](Replay& one) { return translated([&] { return one.run(); }); });
+  py::class_<OpClock, std::unique_ptr<OpClock, py::nodelete>>(m, "OpClock")
+      .def(py::init<py::list>())
+      .def_property("is_on", [](const OpClock& clock) { return clock.is_on.load(); },
+                    [](OpClock& clock, bool is_on) { clock.is_on = is_on; })
+      .def_property("is_paused", &OpClock::is_paused, &OpClock::pause)
+      .def_readwrite("phase", &OpClock::phase)
+      .def("come", [](OpClock& clock) { place(OpClock::here(), &clock); })
+      .def("go", [](OpClock&) { place<OpClock>(OpClock::here(), nullptr); })
+      .def("is_here", [](const OpClock& clock) { return is_placed<OpClock>(OpClock::here(), &clock); })
+      .def("observed", &OpClock::observed)
+      .def("taken", &OpClock::taken);
   py::class_<Tape, std::unique_ptr<Tape, py::nodelete>>(m, "Tape")
       .def(py::init<std::string>())
       .def_readonly("device_type", &Tape::device_type)
@@ -217,17 +228,6 @@ PYBIND11_MODULE(tape, m) {
       .def("earlier_values", &Tape::earlier_values)
       .def("registered", &Tape::registered)
       .def("recipe", &recipe_of);
-  py::class_<OpClock, std::unique_ptr<OpClock, py::nodelete>>(m, "OpClock")
-      .def(py::init<py::list>())
-      .def_property("is_on", [](const OpClock& clock) { return clock.is_on.load(); },
-                    [](OpClock& clock, bool is_on) { clock.is_on = is_on; })
-      .def_property("is_paused", &OpClock::is_paused, &OpClock::pause)
-      .def_readwrite("phase", &OpClock::phase)
-      .def("come", [](OpClock& clock) { place(OpClock::here(), &clock); })
-      .def("go", [](OpClock&) { place<OpClock>(OpClock::here(), nullptr); })
-      .def("is_here", [](const OpClock& clock) { return is_placed<OpClock>(OpClock::here(), &clock); })
-      .def("observed", &OpClock::observed)
-      .def("taken", &OpClock::taken);
   py::class_<PlannedPoints, std::shared_ptr<PlannedPoints>>(m, "PlannedPoints")
       .def(py::init<>())
       .def_readwrite("handles", &PlannedPoints::handles)
