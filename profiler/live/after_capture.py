@@ -174,7 +174,7 @@ class OpTimer(Capture):
 
 
 class CompiledOpTimer(BelowAutograd, OpTimer):
-    """The same in C++, which takes a hundredth of an op's time: see ``native/op_clock.h``."""
+    """The same in C++, which takes a few microseconds of a step for an op: see ``native/op_clock.h``."""
 
     def __init__(self, model: torch.nn.Module, where: torch.device) -> None:
         super().__init__(model, where)
