@@ -189,7 +189,7 @@ class NodeOps:
     def node_begins(self, node: Any, gradients: Gradients) -> None:
         self.gradients_arrive(gradients, node)
         capture = self._capture
-        op = self._op = CapturedOp(name_of(node), capture.tracker.layer_of(node), Phase.BACKWARD)
+        op = self._op = CapturedOp(name_of(node.name()), capture.tracker.layer_of(node), Phase.BACKWARD)
         op.opaque = True
         op.inputs = list(dict.fromkeys(map(capture.value_of, capture.ordinary(list(gradients)))))
         self._ran_another, self._nodes_before = False, last_sequence_number()
@@ -272,9 +272,17 @@ def around_backward(
         node.register_hook(guarded(lambda gradients, _: ends([one for one in gradients if one is not None])))
 
 
-def name_of(node: Any) -> str:
-    """The node's name in a profile: ``autograd.AddmmBackward0``."""
-    return f"autograd.{str(node.name()).rsplit('::', 1)[-1]}"
+def name_of(node: str) -> str:
+    """The name in a profile of the node that torch calls so: ``autograd.AddmmBackward0``."""
+    return f"{_OF_NODES}{node.rsplit('::', 1)[-1]}"
+
+
+def is_node(name: str) -> bool:
+    """Whether an op of that name is a node of a backward."""
+    return name.startswith(_OF_NODES)
+
+
+_OF_NODES = "autograd."
 
 
 class NodeClock:

@@ -19,15 +19,18 @@ from poochplan.planner.arena.packing import packed
 from poochplan.profiler.assembly.reconcile import PhaseSeconds, typical_phases
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp, shapes_of
+from poochplan.profiler.capture.node_ops import is_node, name_of
 from poochplan.profiler.capture.workspace import Workspace
 from poochplan.profiler.trials.verify_replays import HostStore, Verify, checksum
 from poochplan.runtime.arena.step_arena import RepeatedStep
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import SavedHandle
+from poochplan.runtime.replays.compiled_tape import BelowAutograd, op_clock, serves
 from poochplan.runtime.replays.tape import Recorder, Tape
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import StepPolicy, SwapEach
 from poochplan.tensors.host_memory import page_fault_s, page_faults
+from poochplan.tensors.modes import compiled_modules
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import has_storage
 from poochplan.torch_private.tensor_internals import in_backward, without_modes
@@ -171,6 +174,13 @@ class OpTimer(Capture):
         self.ops.append(op)
         return outputs
 
+    def enter(self, phase: Phase) -> None:
+        self.phase = phase
+
+    def beside_nodes(self) -> contextlib.AbstractContextManager[None]:
+        """A block whose time is no node's."""
+        return self.nodes.set_aside()
+
     def ordinary(self, leaves: list[Any]) -> list[torch.Tensor]:
         return []
 
@@ -178,19 +188,59 @@ class OpTimer(Capture):
         pass
 
 
+class CompiledOpTimer(BelowAutograd, OpTimer):
+    """The same in C++, which takes a few microseconds of a step for an op: see ``native/op_clock.h``."""
+
+    def __init__(self, model: torch.nn.Module, where: torch.device) -> None:
+        super().__init__(model, where)
+        self.native = op_clock(self.tracker.running)
+        self.enter(self.phase)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with super().running():
+            yield
+        for name, overload, layer, phase, shapes, seconds in self.native.taken():
+            named = name_of(name) if overload is None else f"{name.replace('::', '.')}.{overload or 'default'}"
+            self.ops.append(CapturedOp(named, layer, phase, duration_s=seconds, shapes=shapes))
+
+    def observed(self, outputs: Any, run: Callable[[], Any]) -> Any:
+        with self.away():
+            return self.native.observed(run)
+
+    def enter(self, phase: Phase) -> None:
+        super().enter(phase)
+        self.native.phase = phase
+
+    @contextlib.contextmanager
+    def beside_nodes(self) -> Iterator[None]:
+        self.native.is_paused = True
+        try:
+            yield
+        finally:
+            self.native.is_paused = False
+
+
 class OpRuns:
     """Times of the captured step's ops from the timed steps so far. ``steps``: their seconds, with the instruments."""
 
     def __init__(self, captured: list[CapturedOp]) -> None:
         self.steps: list[PhaseSeconds] = []
+        self.needs_mode = False
+        """Whether torch runs other ops than the captured ones where no mode looks on."""
         self._captured = captured
         self._runs: list[Floats] = []
         self._differences: dict[str, str] = {}
 
     def add(self, timer: OpTimer, seconds: PhaseSeconds) -> None:
-        """Adds a step with its times. It is used if it dispatched the same ops, even if their shapes differ."""
-        self.steps.append(seconds)
+        """Adds a step with its times. It is used if it dispatched the same ops, even if their shapes differ. If it did
+        not, and is the first and timed without a mode, that may be the reason: then it is left out.
+        """
         what, difference = _first_difference(self._captured, timer.ops)
+        if what == "ops" and not self.steps and isinstance(timer, CompiledOpTimer):
+            self.needs_mode = True
+            return
+        self.steps.append(seconds)
         if what:
             self._differences.setdefault(what, difference)
         if what != "ops":
@@ -225,12 +275,26 @@ def _note(what: str, difference: str, so: str) -> str:
 def _first_difference(captured: list[CapturedOp], found: list[CapturedOp]) -> tuple[str, str]:
     """``"ops"``, ``"shapes"`` or nothing, and the first op that differs in it."""
     for index, (one, other) in enumerate(zip_longest(captured, found)):
-        if one is None or other is None or (one.name, _layer(one)) != (other.name, _layer(other)):
+        if one is None or other is None or (_name(one), _layer(one)) != (_name(other), _layer(other)):
             return "ops", f"op {index}: {_said(one)}, then {_said(other)}"
     for index, (one, other) in enumerate(zip(captured, found, strict=True)):
-        if one.shapes != other.shapes:
+        if one.shapes != other.shapes and not is_node(one.name):  # those of nodes follow from forward's
             return "shapes", f"op {index}: {_said(one)}, then {_said(other)}"
     return "", ""
+
+
+UNDER_A_MODE = {
+    "aten.add_.Tensor": "aten.add.Tensor",
+    "aten.scatter_add_.default": "aten.scatter_add.default",
+    "aten.zeros.default": "aten.new_zeros.default",
+    "aten._index_put_impl_.default": "aten.index_put.default",
+    "autograd.ReshapeAliasBackward0": "autograd.ViewBackward0",
+}
+"""What torch runs, if a dispatch mode looks on, in place of some ops and nodes: with the same result and geometry."""
+
+
+def _name(op: CapturedOp) -> str:
+    return UNDER_A_MODE.get(op.name, op.name)
 
 
 def _layer(op: CapturedOp) -> str:
@@ -246,23 +310,34 @@ def _said(op: CapturedOp | None) -> str:
 
 
 class OpTiming(PhaseTiming):
-    """``timer`` has the seconds of each op. The seconds of the phases include the instruments."""
+    """``timer`` has the seconds of each op. The seconds of the phases include the instruments. ``is_compiled``: by
+    instruments in C++, which compute nothing otherwise than without them, if they serve here.
+    """
 
-    def __init__(self, context: StudyContext, policy: StepPolicy | None, arena: RepeatedStep | None = None) -> None:
+    def __init__(
+        self,
+        context: StudyContext,
+        policy: StepPolicy | None,
+        arena: RepeatedStep | None = None,
+        *,
+        is_compiled: bool = False,
+    ) -> None:
         super().__init__(context, policy, arena)
-        self.instrument = self.timer = OpTimer(context.model, context.where)
+        model, where = context.model, context.where
+        is_compiled = is_compiled and where.type == "cpu" and serves(where.type) and not compiled_modules(model)
+        self.instrument = self.timer = (CompiledOpTimer if is_compiled else OpTimer)(model, where)
 
     @contextlib.contextmanager
     def instruments(self, segment: Segment) -> Iterator[None]:
-        with super().instruments(segment), self.timer.running():
+        with self.timer.running(), super().instruments(segment):
             yield
 
     def enter(self, phase: Phase) -> None:
         super().enter(phase)
-        self.timer.phase = phase
+        self.timer.enter(phase)
 
     def aside(self, hook: Hook, argument: Any) -> Any:
-        with self.timer.nodes.set_aside():
+        with self.timer.beside_nodes():
             return super().aside(hook, argument)
 
 
@@ -296,8 +371,10 @@ class TimedSteps:
 
     def by_op(self, count: int, runs: OpRuns) -> Generator[NewObserver, Any, None]:
         """Adds that many steps, timed op by op."""
-        for _ in range(count):
-            observer: OpTiming = yield lambda: OpTiming(self.context, self.policy(), self.arena)
+        while len(runs.steps) < count:
+            observer: OpTiming = yield lambda: OpTiming(
+                self.context, self.policy(), self.arena, is_compiled=not runs.needs_mode
+            )
             runs.add(observer.timer, observer.seconds)
 
     def recorded(self) -> Generator[NewObserver, Any, list[PhaseSeconds]]:

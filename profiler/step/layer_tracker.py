@@ -14,14 +14,15 @@ from poochplan.torch_private.tensor_internals import backward_node, in_backward,
 
 
 class LayerTracker:
-    """State: the stack of running modules, and the layer of each autograd node by its sequence number.
+    """State: the running modules, and the layer of each autograd node by its sequence number.
 
     ``ran_again`` has the outermost modules whose forward ran in backward, in order, as with checkpoints. Autograd is
     off there. If it is on, the module is not one that only a backward calls.
     """
 
     def __init__(self) -> None:
-        self._running: list[str] = []
+        self.running: list[str] = []
+        """Paths of the modules that run, the innermost last."""
         self._layer_of_node: dict[int, str] = {}
         self._last_backward_layer = ""
         self.ran_again: dict[str, None] = {}
@@ -49,7 +50,7 @@ class LayerTracker:
             return self.of_node
         node = backward_node()
         if node is None:
-            layer = self._running[-1] if self._running else ""
+            layer = self.running[-1] if self.running else ""
             self._layer_of_node[last_sequence_number()] = layer
             return layer
         return self.layer_of(node)
@@ -62,18 +63,18 @@ class LayerTracker:
 
     def running_again(self, compiled: str | None = None) -> str:
         """Path of the outermost module that runs within backward, or ``compiled``; else of the one differentiated."""
-        if self._running:
-            return self._running[0]
+        if self.running:
+            return self.running[0]
         return self.current() if compiled is None else compiled
 
     def _enter(self, name: str) -> Any:
         def hook(module: torch.nn.Module, args: Any) -> None:
-            if not self._running and in_backward() and torch.is_grad_enabled():
+            if not self.running and in_backward() and torch.is_grad_enabled():
                 self.ran_again[name] = None
-            self._running.append(name)
+            self.running.append(name)
 
         return hook
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self._running:
-            self._running.pop()
+        if self.running:
+            self.running.pop()

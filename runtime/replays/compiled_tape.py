@@ -142,6 +142,11 @@ def recording(device_type: str, *, has_compiled: bool = False) -> tuple[Tape, Re
     return plain, Recorder(plain)
 
 
+def op_clock(running: list[str]) -> Any:
+    """What times ops where the compiled tape serves; see ``native/op_clock.h``."""
+    return _module().OpClock(running)
+
+
 def unrecorded() -> contextlib.AbstractContextManager[object]:
     """A block whose ops the compiled tape does not see. A dispatch mode is kept away by other means."""
     return without_dispatch_key(KEY)
@@ -255,12 +260,36 @@ def _class_of(module: Any) -> Callable[[str], Any]:
     return CompiledTape
 
 
-class CompiledRecorder(ToggledMode):
-    """Switches the compiled tape like a dispatch mode, though it is none: ops reach it by their key."""
+class BelowAutograd(ToggledMode):
+    """Switches what sees ops in C++ like a dispatch mode, though it is none: ops reach it by their key."""
+
+    native: Any
+    """A compiled tape, or a clock of ops."""
+
+    def switch_on(self) -> None:
+        super().switch_on()
+        self.native.is_on = self.is_on
+
+    def switch_off(self) -> None:
+        super().switch_off()
+        self.native.is_on = self.is_on
+
+    def _is_there(self) -> bool:
+        return bool(self.native.is_here())
+
+    def _comes(self) -> None:
+        self.native.come()
+
+    def _goes(self) -> None:
+        self.native.go()
+
+
+class CompiledRecorder(BelowAutograd):
+    """Switches the compiled tape as ``Recorder`` is switched."""
 
     def __init__(self, tape: Any) -> None:
         super().__init__()
-        self.tape = tape
+        self.tape = self.native = tape
 
     @property
     def window(self) -> int:
@@ -272,23 +301,12 @@ class CompiledRecorder(ToggledMode):
         if not self.is_on:
             self.tape.begin_window(is_dispatched_plainly())
         super().switch_on()
-        self.tape.is_on = self.is_on
 
     def switch_off(self) -> None:
         """Ends the window: later writes are not recorded."""
         super().switch_off()
-        self.tape.is_on = self.is_on
         self.tape.settle()
         self.tape.check()
-
-    def _is_there(self) -> bool:
-        return bool(self.tape.is_here())
-
-    def _comes(self) -> None:
-        self.tape.come()
-
-    def _goes(self) -> None:
-        self.tape.go()
 
 
 # -- what the compiled tape asks of Python ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 #include "copies.h"
 #include "hooks.h"
+#include "op_clock.h"
 #include "own.h"
 
 #include <torch/library.h>
@@ -43,15 +44,15 @@ class End {
       running_ = {};
     }
   }
-  void ran(Tape& tape, const c10::OperatorHandle& handle, const Stack& stack) {
+  void ran(Tape* tape, const c10::OperatorHandle& handle, const Stack& stack) {
     if (!running_.op) {
       return;
     }
     const py::gil_scoped_acquire lock;
     try {
-      tape.after(running_, torch::jit::last(stack, handle.schema().returns().size()));
+      tape->after(running_, torch::jit::last(stack, handle.schema().returns().size()));
     } catch (const std::exception& error) {
-      tape.fails(error.what());
+      tape->fails(error.what());
     }
     running_ = {};
   }
@@ -62,15 +63,20 @@ class End {
 
 static void fallback(const c10::OperatorHandle& handle, DispatchKeySet keys, Stack* stack) {
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, KEY);
-  Tape* tape = here;
-  if (tape == nullptr || !tape->is_on || paused()) {
+  Tape* tape = here != nullptr && here->is_on && !paused() ? here : nullptr;
+  OpClock* clock = OpClock::watching();
+  if (tape == nullptr && clock == nullptr) {
     handle.redispatchBoxed(below, stack);
     return;
   }
   const c10::impl::ExcludeDispatchKeyGuard unseen(KEY);  // what the op calls, and what is called here
-  End end(begin(*tape, handle, *stack));
-  handle.redispatchBoxed(below, stack);
-  end.ran(*tape, handle, *stack);
+  End end(tape != nullptr ? begin(*tape, handle, *stack) : Running());
+  if (clock != nullptr) {
+    clock->run(handle, below, stack);
+  } else {
+    handle.redispatchBoxed(below, stack);
+  }
+  end.ran(tape, handle, *stack);
 }
 
 // Takes the key, once for a process. `of` is what is asked of Python.
@@ -80,22 +86,30 @@ static void install(py::object of) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
-static bool is_here(const Tape* tape) { return here == tape && c10::impl::tls_is_dispatch_key_included(KEY); }
+// The tape or clock of this thread is that one, or none.
+template <typename Sees>
+static void place(Sees*& of_thread, Sees* one) {
+  of_thread = one;
+  c10::impl::tls_set_dispatch_key_included(KEY, here != nullptr || OpClock::here() != nullptr);
+}
+
+template <typename Sees>
+static bool is_placed(const Sees* of_thread, const Sees* one) {
+  return of_thread == one && c10::impl::tls_is_dispatch_key_included(KEY);
+}
 
 static void come(Tape* tape) {
-  here = tape;
-  c10::impl::tls_set_dispatch_key_included(KEY, true);
+  place(here, tape);
   if (tape->within_op) {
     c10::impl::tls_set_dispatch_key_included(DispatchKey::PythonTLSSnapshot, true);
   }
 }
 
 static void go(Tape* tape) {
-  c10::impl::tls_set_dispatch_key_included(KEY, false);
+  place<Tape>(here, nullptr);
   if (tape->within_op) {
     Tape::leave_snapshot();
   }
-  here = nullptr;
 }
 
 static py::object source(const RecordPtr& record) {
@@ -174,6 +188,17 @@ PYBIND11_MODULE(tape, m) {
       }))
       .def("parts", &Replay::parts)
       .def("run", [](Replay& one) { return translated([&] { return one.run(); }); });
+  py::class_<OpClock, std::unique_ptr<OpClock, py::nodelete>>(m, "OpClock")
+      .def(py::init<py::list>())
+      .def_property("is_on", [](const OpClock& clock) { return clock.is_on.load(); },
+                    [](OpClock& clock, bool is_on) { clock.is_on = is_on; })
+      .def_property("is_paused", &OpClock::is_paused, &OpClock::pause)
+      .def_readwrite("phase", &OpClock::phase)
+      .def("come", [](OpClock& clock) { place(OpClock::here(), &clock); })
+      .def("go", [](OpClock&) { place<OpClock>(OpClock::here(), nullptr); })
+      .def("is_here", [](const OpClock& clock) { return is_placed<OpClock>(OpClock::here(), &clock); })
+      .def("observed", &OpClock::observed)
+      .def("taken", &OpClock::taken);
   py::class_<Tape, std::unique_ptr<Tape, py::nodelete>>(m, "Tape")
       .def(py::init<std::string>())
       .def_readonly("device_type", &Tape::device_type)
@@ -191,7 +216,7 @@ PYBIND11_MODULE(tape, m) {
       .def("begin_window", &Tape::begin_window)
       .def("come", &come)
       .def("go", &go)
-      .def("is_here", [](const Tape& tape) { return is_here(&tape); })
+      .def("is_here", [](const Tape& tape) { return is_placed<Tape>(here, &tape); })
       .def("known", [](const Tape& tape, const py::object& storage) { return tape.known(impl_of(storage)); })
       .def("record_of", &Tape::record_of)
       .def("met", [](Tape& tape, const at::Tensor& tensor, const py::handle&, int64_t window) {

@@ -215,7 +215,7 @@ class Tape {
 
   // -- an op ---------------------------------------------------------------------------------------------------
 
-  const Traits& traits_of(const c10::OperatorHandle& handle) {
+  static const Traits& traits_of(const c10::OperatorHandle& handle) {
     static auto& traits = *new std::unordered_map<const void*, Traits>();  // of all tapes; no destructor at exit
     const c10::OperatorName& name = handle.operator_name();
     const void* key = &handle.schema();
