@@ -13,8 +13,8 @@ each counts, on the wall and of the launching threads.
     NULLGPU_BY_PROCESSOR=1 NULLGPU_COPIED_BYTES=65536 PYTHONPATH=src OMP_NUM_THREADS=1 .venv-torch-2.14.1/bin/python \
         -m tests.nullgpu python -m benchmarks.launch_bound --nets resnet50 gpt2-bf16 llama unet3d -o ...
 
-Networks of a real size, at the null GPU's own rates: at 60%, with the smallest budget, and with the peak of
-``torch.utils.checkpoint`` around each block, whose steps take turns with the planned ones.
+Networks of a real size, at the null GPU's own rates and with budgets on allocated bytes: at 60%, with the smallest
+budget, and with the peak of ``torch.utils.checkpoint`` around each block, whose steps take turns with the planned ones.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def of_a_size(name: str, steps: int, iterations: int, **limits: Any) -> dict[str
     found = {}
     for label, budget in budgets.items():
         try:
-            made = poochplan.plan(profile, budget, threads=1, **limits)
+            made = poochplan.plan(profile, budget, threads=1, on="allocated", **limits)
         except poochplan.InfeasibleError as error:  # the host's memory is smaller than its
             print(f"{name}, {label}: {error}")
             continue

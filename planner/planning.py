@@ -254,7 +254,7 @@ def _optimal(given: PolicyInput, search: SearchLimits, watch: SearchCallback | N
 
 
 def _within_reserved(given: PolicyInput, search: SearchLimits, watch: SearchCallback | None) -> Optimum:
-    """The best plan that was found whose reserved bytes fit the budget; else that with the fewest."""
+    """The best plan that was found whose reserved bytes fit the budget; else one with about the fewest."""
     fitting = FittingReserved(given.problem, given.budget_bytes)
     in_core = simulated(given.problem, KEEP_ALL, keep_all(given.problem))
     if fitting.pack(in_core) <= given.budget_bytes:
@@ -266,9 +266,7 @@ def _within_reserved(given: PolicyInput, search: SearchLimits, watch: SearchCall
         fitting.pack(smallest)  # a search among plans with more live bytes may meet none that fits
     proposals = [partial(run_policy, name, given) for name in STRONG_POLICIES]
     found = optimise(given.problem, given.budget_bytes, search, proposals, watch, fitting)
-    if NOT_WITHIN in found.notes and fitting.fewest is not None:
-        return replace(found, best=fitting.fewest)
-    return found
+    return replace(found, best=fitting.nearest(found.best)) if NOT_WITHIN in found.notes else found
 
 
 def _alone(policy: str, given: PolicyInput, on: On) -> Optimum:

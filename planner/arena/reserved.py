@@ -24,7 +24,12 @@ MARGIN = 0.05
 """Share of a plan's reserved bytes that should remain free in the budget. Most plans reserve what is predicted, to the
 page (benchmarks/pages/gpu.md); a block that comes earlier or later may cost another segment."""
 PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
-NOT_WITHIN = "no plan was found whose reserved bytes are within the budget: this one has the fewest of those looked at"
+NOT_WITHIN = (
+    "no plan was found whose reserved bytes are within the budget: this one has the fewest of those looked at, or up "
+    "to a tenth more for a shorter step"
+)
+MORE_FOR_LESS = 0.1
+"""If none is within the budget, a plan may reserve this share more than the fewest, for the sake of its step."""
 ABOVE = "the policy knows bytes in use alone: what it reserves is above the budget"
 NO_MARGIN = f"its reserved bytes fit the budget with a margin of less than {MARGIN:.0%}"
 
@@ -139,7 +144,12 @@ class FittingReserved(Fitting):
                 self._fewest = taken_bytes, candidate
         return taken_bytes, int(MARGIN * taken_bytes), None
 
-    @property
-    def fewest(self) -> Candidate | None:
-        """The plan with the fewest reserved bytes; of several, the one with the shortest step."""
-        return None if self._fewest is None else self._fewest[1]
+    def nearest(self, shortest: Candidate) -> Candidate:
+        """The plan if none is within the budget: the shortest on bytes in use, unless that reserves many more than the
+        fewest; of several with the fewest, the shortest.
+        """
+        taken_bytes = self._taken(shortest)[0]
+        assert self._fewest is not None, "one has just been looked at"
+        fewest_bytes, fewest = self._fewest
+        is_near = shortest.peak_bytes <= self._budget_bytes and taken_bytes <= (1 + MORE_FOR_LESS) * fewest_bytes
+        return shortest if is_near else fewest

@@ -11,11 +11,19 @@ import pytest
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Memory, Profile
-from poochplan.planner.arena.reserved import MARGIN, NOT_WITHIN, budget_bytes_of, reserved_peak
+from poochplan.planner.arena.reserved import (
+    MARGIN,
+    MORE_FOR_LESS,
+    NOT_WITHIN,
+    FittingReserved,
+    budget_bytes_of,
+    reserved_peak,
+)
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import keep_all
-from poochplan.planner.simulator.simulate import swap_all_on_demand
+from poochplan.planner.simulator.simulate import STYLES, Candidate, swap_all_on_demand, try_style
+from tests.planner.plans import random_decisions
 from tests.planner.random_profiles import transformer_like, unet_like
 
 MIB = 1 << 20
@@ -95,6 +103,33 @@ def test_where_no_plan_reserves_so_little_one_is_made_and_says_so(name: str) -> 
     assert "ABOVE THE BUDGET" in found.rows()["predicted reserved"]
     with pytest.raises(InfeasibleError):
         plan(profile, smallest_budget(profile) - 512, on="reserved", evaluations=100)
+
+
+@EVERY
+def test_a_plan_that_reserves_about_as_little_goes_before_a_much_slower_one(name: str) -> None:
+    """If none is within the budget. One that reserves many more bytes does not."""
+    problem = Problem.of(PROFILES[name])
+    smallest = swap_all_on_demand(problem)
+    fewest_bytes = reserved_peak(problem, smallest.schedule)
+    assert fewest_bytes is not None
+    chosen = set[bool]()
+    for seed in range(12):
+        wish = random_decisions(problem, seed)
+        most_bytes = problem.profile.in_core_peak_bytes
+        other = min((try_style(problem, "", wish, most_bytes, style) for style in STYLES), key=_step)
+        fitting = FittingReserved(problem, problem.profile.in_core_peak_bytes)
+        fitting.pack(smallest)
+        other_bytes = reserved_peak(problem, other.schedule)
+        assert other_bytes is not None
+        is_near = other_bytes <= (1 + MORE_FOR_LESS) * fewest_bytes
+        assert fitting.nearest(other) is (other if is_near else smallest)
+        chosen.add(is_near)
+    assert False in chosen
+    assert fitting.nearest(smallest) is smallest
+
+
+def _step(candidate: Candidate) -> float:
+    return candidate.simulation.step_s
 
 
 def test_where_nothing_is_reserved_no_budget_covers_it() -> None:
