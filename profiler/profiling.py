@@ -24,7 +24,8 @@ from poochplan.profiler.fake.fake_profile import fake_profile, needed_without_me
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.profiler.live.after_capture import PhaseTiming
 from poochplan.profiler.live.capturing import Capturing
-from poochplan.profiler.live.loop_observer import LoopObserver
+from poochplan.profiler.live.loop import Loop
+from poochplan.profiler.live.loop_observer import LoopObserver, NoPlans
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.live.step_kinds import StepKind
 from poochplan.profiler.live.study import StudyOptions, study
@@ -200,16 +201,17 @@ def _profile_inside(
         with_costs=lambda one, kept: with_cached_cost(one, where, kept),
         workload=options.workload,
     )
-    observer = LoopObserver(model, [] if optimizer is None else [optimizer], where, study_options, spill_dir)
+    loop, plans = Loop(model, [] if optimizer is None else [optimizer], where), NoPlans()
+    observer = LoopObserver(loop, study_options, plans, spill_dir)
     device = partial(open_device, where, spill_dir, rate)
-    session = Session({"": model}, where, device, observer, meter="never", is_guarded=False)
+    session = Session({"": model}, where, device, plans, observer, meter="never", is_guarded=False)
     with preserved(model, optimizer), session:
         for _ in range(MOST_STEPS):
             step()
             session.wait_until_planned()
-            if observer.kinds and not any(kind.is_studied for kind in observer.kinds.values()):
+            if loop.kinds and not loop.is_studied:
                 break
-    return _largest(list(observer.kinds.values()))
+    return _largest(list(loop.kinds.values()))
 
 
 def _largest(kinds: list[StepKind]) -> Profile:

@@ -14,8 +14,11 @@ from poochplan.formats.profile import Link
 from poochplan.planner.arena.reserved import On
 from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.profiler.link import known_link, measure_link
+from poochplan.profiler.live.loop import Loop
+from poochplan.profiler.live.loop_observer import LoopObserver
+from poochplan.profiler.live.study import StudyOptions
 from poochplan.profiler.request import checked_device
-from poochplan.profiler.trials.machine_facts import on_worker_thread, unmeasured
+from poochplan.profiler.trials.machine_facts import on_worker_thread, unmeasured, with_cached_cost, with_known_cost
 from poochplan.runtime.active_plan import OverBudget
 from poochplan.runtime.arena.step_arena import ArenaMode, StepArena, why_no_arena
 from poochplan.runtime.attachment import together
@@ -28,7 +31,7 @@ from poochplan.sessions import PLANNER, made_in_any_case
 from poochplan.units import parse_budget, parse_rate
 
 from .background import BackgroundBuild
-from .before_plan import Mode, Unplanned, checked, ranks_here
+from .before_plan import BeforePlan, Mode, Unplanned, checked, ranks_here
 from .known_plans import KnownPlans
 from .plan_cache import PlanCache
 from .planning_process import PlanRequest
@@ -138,26 +141,28 @@ def auto(
     measures_here = before is Unplanned.IN_CORE
     entries = Path(cache) if cache is not None else cache_folder() / "auto"
     kept = PlanCache(entries, whole, where, budget, arena, link, rate, on)
-    source = StudiedPlans(
-        whole,
-        _listed(optimizer),
-        where,
-        spill_dir=folder,
+    known = KnownPlans(budget, request, kept, messages, policy, refused, measures_here=measures_here)
+    loop = Loop(whole, _listed(optimizer), where)
+    unplanned = BeforePlan(before, refused, loop)
+    with_costs = with_known_cost if where.type == "cpu" else with_cached_cost
+    options = StudyOptions(
         link=lambda: on_worker_thread(lambda: link or known_link(where, folder, rate) or measured()),
-        known=KnownPlans(budget, request, kept, messages, policy, refused, measures_here=measures_here),
-        build=BackgroundBuild(arena, where, messages),
-        before_plan=before,
-        messages=messages,
+        fits=lambda one: unplanned.has_room(one.in_core_peak_bytes, known.budget_of(one)),
+        room=lambda one: unplanned.room_of(known.budget_of(one)),
+        has_arena=lambda: not known.book.had_plan,
+        with_costs=lambda one, kept: with_costs(one, where, kept),
     )
+    plans = StudiedPlans(loop, known, BackgroundBuild(arena, where, messages), unplanned, messages)
     has_arena = arena != "off" and not why_no_arena(where.type)
     return Session(
         models,
         where,
         lambda: open_device(where, folder, rate),
-        source,
+        plans,
+        LoopObserver(loop, options, plans, folder),
         on_over_budget=policy,
         cap_bytes=cap_bytes,
-        explain=PLANNER.explain,
+        planner=PLANNER,
         step_arena=StepArena(PLANNER.pack, arena) if has_arena else None,
         messages=messages,
         on_audit=OnAudit(on_audit),
