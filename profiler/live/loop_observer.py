@@ -158,31 +158,31 @@ class LoopObserver(StepObserver):
     # -- what segments do -------------------------------------------------------------------------------------
 
     def attached(self, attachment: Attached) -> Hooks:
-        self._attachment, engine = attachment, attachment.engine
+        self._attachment = attachment
+        return self._pack, self._unpack
 
-        def pack(tensor: torch.Tensor) -> SavedHandle:
-            if not attachment.is_open:
-                attachment.take_hooks_off()
+    def _pack(self, tensor: torch.Tensor) -> SavedHandle:
+        attachment, engine = self._attachment, self._attachment.engine
+        if not attachment.is_open:
+            attachment.take_hooks_off()
+            return SavedHandle.untouched(tensor)
+        if is_scripted():
+            return SavedHandle.untouched(tensor)
+        if engine.cursor.save_begins_one():
+            if attachment.ends_here():
                 return SavedHandle.untouched(tensor)
-            if is_scripted():
-                return SavedHandle.untouched(tensor)
-            if engine.cursor.save_begins_one():
-                if attachment.ends_here():
-                    return SavedHandle.untouched(tensor)
-                engine.begin()
-            observer = self._observer
-            if observer is not None:
-                return observer.pack(tensor, engine.pack)
-            handle = engine.pack(tensor)
-            if self._observer is not None:  # the segment has its policy by this save
-                self._observer.packed(tensor, handle)
-            return handle
+            engine.begin()
+        observer = self._observer
+        if observer is not None:
+            return observer.pack(tensor, engine.pack)
+        handle = engine.pack(tensor)
+        if self._observer is not None:  # the segment has its policy by this save
+            self._observer.packed(tensor, handle)
+        return handle
 
-        def unpack(handle: SavedHandle) -> torch.Tensor:
-            observer = self._observer
-            return engine.unpack(handle) if observer is None else observer.unpack(handle, engine.unpack)
-
-        return pack, unpack
+    def _unpack(self, handle: SavedHandle) -> torch.Tensor:
+        observer, unpack = self._observer, self._attachment.engine.unpack
+        return unpack(handle) if observer is None else observer.unpack(handle, unpack)
 
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return call if self._observer is None else self._observer.around_call(path, call)

@@ -118,7 +118,7 @@ class Ranks:
         self._has_shared |= shared is not None and bool(shared.plans)
         if self._has_shared and self._kinds is not None and self.steps >= ALIKE_STEPS:
             kinds, self._kinds = self._kinds, None
-            self._check_alike(kinds)
+            self.check_alike(kinds)
         return shared
 
     def _received(self, what: RankMessage | None) -> RankMessage | None:
@@ -146,9 +146,10 @@ class Ranks:
                 "without a session"
             )
 
-    def _check_alike(self, kinds: Counter[Key]) -> None:
+    def check_alike(self, kinds: Counter[Key]) -> None:
         """Raises ``UsageError`` on every rank, with one text, if the segments of a rank were other or larger ones than
-        those of rank 0 all along, so that they would not follow its plans.
+        those of rank 0 all along, so that they would not follow its plans. Every rank calls it with the number of its
+        segments by kind.
         """
         first, *others = map(_constant, self.gathered(kinds))
         for rank, here in enumerate(others, 1):
