@@ -24,10 +24,9 @@ from poochplan.profiler.fake.fake_profile import fake_profile, needed_without_me
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.profiler.live.after_capture import PhaseTiming
 from poochplan.profiler.live.capturing import Capturing
-from poochplan.profiler.live.loop import Loop
 from poochplan.profiler.live.loop_observer import LoopObserver, NoPlans
 from poochplan.profiler.live.step_function import StepFunction
-from poochplan.profiler.live.step_kinds import StepKind
+from poochplan.profiler.live.step_kinds import Loop, StepKind
 from poochplan.profiler.live.study import StudyOptions, study
 from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.preserve import preserved

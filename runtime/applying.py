@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-from poochplan.errors import ModelMismatchError, UsageError
+from poochplan.errors import ModelMismatchError, UsageError, check_choice
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet, check_alike, plans_of
 from poochplan.formats.profile import ModelSignature, Profile
@@ -111,16 +111,11 @@ def apply(
     SpillError
         The spill directory cannot be used.
     """
-    for what, value, choices in (
-        ("on_divergence", on_divergence, tuple(DivergencePolicy)),
-        ("on_over_budget", on_over_budget or OverBudget.WARN, tuple(OverBudget)),
-        ("meter", meter, ("first-steps", "always", "never")),
-        ("arena", arena, ("auto", "on", "off")),
-        ("on_audit", on_audit, tuple(OnAudit)),
-    ):
-        if value not in choices:
-            wanted = ", ".join(f'"{one}"' for one in choices[:-1]) + f' or "{choices[-1]}"'
-            raise UsageError(f"{what}: expected {wanted}, found {value!r}")
+    check_choice("on_divergence", on_divergence, tuple(DivergencePolicy))
+    check_choice("on_over_budget", on_over_budget or OverBudget.WARN, tuple(OverBudget))
+    check_choice("meter", meter, get_args(When))
+    check_choice("arena", arena, get_args(ArenaMode))
+    check_choice("on_audit", on_audit, tuple(OnAudit))
     plans, models = by_name(plan, model)
     every = [one for given in plans.values() for one in plans_of(given)]
     firsts = {name: plans_of(given)[0] for name, given in plans.items()}  # a set is for one model and one device

@@ -64,8 +64,7 @@ class Attachment:
     models: by name, each with its own hooks; a single one has the name "".
     kind: of their device.
     open_device: called when the block is entered.
-    source: of plans. If it does not give up values from the first step on, :meth:`memory_is_short` says when they leave
-        the device.
+    source: of plans.
     observer: gives each segment its step policy, and sees what it does.
     events: called at the events of a step.
     is_guarded: whether an error of ours is to let the loop go on, by standing aside.
@@ -123,8 +122,6 @@ class Attachment:
             if self.guard is not None:
                 stack.callback(stand(self.guard))
             self._held.callback(self._short.close)
-            if self._source.gives_up:
-                self.memory_is_short()
             self.device = self._held.enter_context(closing(self._open_device()))
             self.engine = Engine(
                 self._observer,

@@ -66,7 +66,8 @@ class Session:
         on_audit: OnAudit = OnAudit.OFF,
     ) -> None:
         self._models, self._source = models, source
-        self._book, self._observer = source.book, observer or StepObserver(source)
+        observer = observer or StepObserver(source)
+        self._book, self._observer = source.book, observer
         self._on_over_budget, self._cap_bytes, self._planner = on_over_budget, cap_bytes, planner
         self._step_arena = step_arena or StepArena(None, "off")
         self._messages, self._meter = messages or Messages(is_quiet=True), StepMeter(where.type, meter)
@@ -90,9 +91,7 @@ class Session:
             finds=self._step_arena.again,
             elsewhere=self._totals.called_elsewhere,
         )
-        self._attachment = Attachment(
-            models, where.type, open_device, source, self._observer, events, is_guarded=is_guarded
-        )
+        self._attachment = Attachment(models, where.type, open_device, source, observer, events, is_guarded=is_guarded)
         if self._attachment.guard is not None and on_over_budget is OverBudget.ERROR:
             self._attachment.guard.asked_for += (SpillError,)  # of a value that must not stay on the device
 

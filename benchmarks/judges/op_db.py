@@ -40,9 +40,9 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile_parts import Link, LinkDirection
 from poochplan.profiler.live.after_capture import OpTiming
 from poochplan.profiler.live.capturing import Capturing
-from poochplan.profiler.live.loop import Loop
 from poochplan.profiler.live.loop_observer import LoopObserver, NoPlans
 from poochplan.profiler.live.segment_observer import SegmentObserver
+from poochplan.profiler.live.step_kinds import Loop
 from poochplan.profiler.live.study import StudyOptions
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.engine.cursor import Segment

@@ -21,9 +21,8 @@ from poochplan.tensors.signatures import model_switches
 from poochplan.torch_private.hooks import Hooks
 from poochplan.torch_private.tensor_internals import is_scripted
 
-from .loop import Loop
 from .segment_observer import SegmentObserver, StudyContext
-from .step_kinds import Key, StepKind
+from .step_kinds import Key, Loop, StepKind
 from .study import StudyOptions
 
 MOST_WARMUP = 8

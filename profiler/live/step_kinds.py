@@ -1,16 +1,20 @@
-"""Which segments are of one kind, and the progress of each kind's study."""
+"""Loop: what is known of a running loop. Which segments are of one kind, and the progress of each kind's study."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+import torch
 
 from poochplan.errors import named_line
 from poochplan.formats.plan_set import Signature, is_larger
 from poochplan.formats.profile import Profile
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.runtime.engine.cursor import Outcome, Segment
-from poochplan.runtime.metering.census import Growth
+from poochplan.runtime.metering.census import Growth, foreseen_bytes
 from poochplan.runtime.step_policies.follow import Follow
 
 from .segment_observer import NewObserver, SegmentObserver, StudyContext
@@ -279,6 +283,48 @@ class StepKinds(dict[Key, StepKind]):
         """Segments with that key are a separate kind from now on."""
         if self._alike.pop(key, None) is not None:
             self._apart[key] = None
+
+
+class Loop:
+    """An observer fills it, and a source of plans reads it. State: the kinds of its segments; its optimizers with their
+    places, how often they have stepped, and the place of the last one.
+
+    Parameters
+    ----------
+    model: all of the models together.
+    optimizers: the known ones; others are found when they step.
+    where: the models' device.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], where: torch.device
+    ) -> None:
+        self.model, self.where = model, where
+        self.kinds = StepKinds()
+        self.optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, int](zip(optimizers, itertools.count()))
+        """A new optimizer gets the place of one that is gone."""
+        self.steps = self.after = 0
+
+    def meets(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer is one of the loop's."""
+        if optimizer not in self.optimizers:
+            taken = set(self.optimizers.values())
+            self.optimizers[optimizer] = next(place for place in itertools.count() if place not in taken)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self.meets(optimizer)  # one that was new while the session rested
+        self.steps += 1
+        self.after = self.optimizers[optimizer]
+
+    @property
+    def is_studied(self) -> bool:
+        """Whether some kind of its segments is being studied."""
+        return any(kind.is_studied for kind in self.kinds.values())
+
+    @property
+    def foreseen_bytes(self) -> int:
+        """Bytes that its optimizers will add one day."""
+        return foreseen_bytes(self.optimizers, self.where.type)
 
 
 def shape_of(segment: Segment) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import poochplan
 from poochplan.online import background, before_plan, planning_process
 from poochplan.online.before_plan import SHARE_TAKEN, BeforePlan, Mode, Unplanned, free_bytes
 from poochplan.planner.search.allowance import Progress
-from poochplan.profiler.live.loop import Loop
+from poochplan.profiler.live.step_kinds import Loop
 from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.tensor_internals import in_backward
 from tests.online.runs import QUICK, run_auto

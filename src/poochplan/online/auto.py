@@ -8,19 +8,19 @@ from typing import Literal, get_args
 
 import torch
 
-from poochplan.errors import UsageError
+from poochplan.errors import UsageError, check_choice
 from poochplan.formats.files import cache_folder
 from poochplan.formats.profile import Link
 from poochplan.planner.arena.reserved import On
 from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.profiler.link import known_link, measure_link
-from poochplan.profiler.live.loop import Loop
 from poochplan.profiler.live.loop_observer import LoopObserver
+from poochplan.profiler.live.step_kinds import Loop
 from poochplan.profiler.live.study import StudyOptions
 from poochplan.profiler.request import checked_device
 from poochplan.profiler.trials.machine_facts import on_worker_thread, unmeasured, with_cached_cost, with_known_cost
 from poochplan.runtime.active_plan import OverBudget
-from poochplan.runtime.arena.step_arena import ArenaMode, StepArena, why_no_arena
+from poochplan.runtime.arena.step_arena import ArenaMode, step_arena_for
 from poochplan.runtime.attachment import together
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.opening import check_cap, open_device
@@ -31,7 +31,7 @@ from poochplan.sessions import PLANNER, made_in_any_case
 from poochplan.units import parse_budget, parse_rate
 
 from .background import BackgroundBuild
-from .before_plan import BeforePlan, Mode, Unplanned, checked, ranks_here
+from .before_plan import BeforePlan, Mode, Unplanned, ranks_here
 from .known_plans import KnownPlans
 from .plan_cache import PlanCache
 from .planning_process import PlanRequest
@@ -118,14 +118,13 @@ def auto(
     check_cap(cap_bytes, where)
     if on not in (None, "allocated", "reserved") or (on == "reserved" and where.type != "cuda"):
         raise UsageError(f'on: expected "allocated", or "reserved" for a model on a GPU, found {on!r} on {where.type}')
-    if on_over_budget not in tuple(OverBudget):
-        raise UsageError(f'on_over_budget: expected "warn", "error" or "replan", found {on_over_budget!r}')
-    if arena not in get_args(ArenaMode):
-        raise UsageError(f'arena: expected "auto", "on" or "off", found {arena!r}')
-    if on_audit not in tuple(OnAudit):
-        raise UsageError(f'on_audit: expected "warn", "error" or "off", found {on_audit!r}')
-    before = checked("before_plan", before_plan or ("swap" if on_over_budget == "error" else "in-core"))
-    refused = checked("on_refusal", on_refusal)
+    before_plan = before_plan or ("swap" if on_over_budget == "error" else "in-core")
+    check_choice("on_over_budget", on_over_budget, tuple(OverBudget))
+    check_choice("arena", arena, get_args(ArenaMode))
+    check_choice("on_audit", on_audit, tuple(OnAudit))
+    check_choice("before_plan", before_plan, tuple(Unplanned))
+    check_choice("on_refusal", on_refusal, tuple(Unplanned))
+    before, refused = Unplanned(before_plan), Unplanned(on_refusal)
     check_budget(budget)  # here, not in the middle of the loop
     rate = None if throttle is None else parse_rate(throttle, "throttle")
     folder = choose_spill_dir(spill_dir) if where.type == "cpu" else None
@@ -153,7 +152,6 @@ def auto(
         with_costs=lambda one, kept: with_costs(one, where, kept),
     )
     plans = StudiedPlans(loop, known, BackgroundBuild(arena, where, messages), unplanned, messages)
-    has_arena = arena != "off" and not why_no_arena(where.type)
     return Session(
         models,
         where,
@@ -163,7 +161,7 @@ def auto(
         on_over_budget=policy,
         cap_bytes=cap_bytes,
         planner=PLANNER,
-        step_arena=StepArena(PLANNER.pack, arena) if has_arena else None,
+        step_arena=step_arena_for(arena, where.type, PLANNER.pack),
         messages=messages,
         on_audit=OnAudit(on_audit),
     )

@@ -13,9 +13,8 @@ from typing import Literal
 
 import torch
 
-from poochplan.errors import UsageError
 from poochplan.formats.run_record import segments_expand
-from poochplan.profiler.live.loop import Loop
+from poochplan.profiler.live.step_kinds import Loop
 from poochplan.runtime.devices.allocator import in_session
 from poochplan.runtime.devices.backend import backend_of, memory_left
 from poochplan.runtime.engine.saved_value import SavedValue
@@ -183,13 +182,6 @@ def cached_bytes(where: torch.device) -> int:
     )
     free -= int(stats["allocated_bytes"]["all"]["current"])
     return free if where.type == "cuda" and segments_expand() else max(0, free - fragments)
-
-
-def checked(name: str, mode: Mode) -> Unplanned:
-    """The mode that the argument names; raises ``UsageError``."""
-    if mode not in tuple(Unplanned):
-        raise UsageError(f'{name}: expected "in-core" or "swap", found {mode!r}')
-    return Unplanned(mode)
 
 
 def ranks_here() -> int:

@@ -16,8 +16,7 @@ from poochplan.formats.queries import with_kept
 from poochplan.online.known_plans import KnownPlans
 from poochplan.planner.arena.reserved import covers_reserved
 from poochplan.planner.whatif import with_bytes_beside
-from poochplan.profiler.live.loop import Loop
-from poochplan.profiler.live.step_kinds import PATIENCE, UNUSED, Key, StepKind
+from poochplan.profiler.live.step_kinds import PATIENCE, UNUSED, Key, Loop, StepKind
 from poochplan.runtime.active_plan import MOST_PLANS, REMEDY, ActivePlan, OverBudget
 from poochplan.runtime.applying import check_model
 from poochplan.runtime.engine.cursor import Outcome, Segment
@@ -299,7 +298,8 @@ class StudiedPlans(PlanSource):
                 self._messages.warn(auto_messages.without_plan(kind.refused, self._before.refused, bound_bytes))
             return
         beside = self._beside[kind.key] = kind.growth
-        is_wanted = self._known.want(kind.key, profile, beside.ahead_bytes(self._number, kind.foreseen_bytes))
+        ahead_bytes = beside.ahead_bytes(self._attachment.engine.segment.number, kind.foreseen_bytes)
+        is_wanted = self._known.want(kind.key, profile, ahead_bytes)
         if is_wanted:
             self._messages.say(auto_messages.profiled(kind.segments, len(self.book.profiles)))
         if is_wanted or self._known.is_refused_whatever_lives(kind.key):
@@ -330,7 +330,8 @@ class StudiedPlans(PlanSource):
         self.book.times[key] += 1
         self.book.withdraw(key)
         profile = with_bytes_beside(self.book.profiles[key], more_bytes)
-        ahead_bytes = self._beside[key].ahead_bytes(self._number, self.loop.foreseen_bytes)
+        number = self._attachment.engine.segment.number
+        ahead_bytes = self._beside[key].ahead_bytes(number, self.loop.foreseen_bytes)
         self._known.want(key, profile, ahead_bytes, arena_room_bytes=self._arena_room_bytes[key])
 
     def _is_outgrown(self, plan: ActivePlan, number: int) -> bool:
@@ -346,11 +347,6 @@ class StudiedPlans(PlanSource):
             self._messages.say(auto_messages.OUTGROWN)
             self._want_another(key, more_bytes)
         return bool(more_bytes)
-
-    @property
-    def _number(self) -> int:
-        """Of the segment that begins, or began last."""
-        return self._attachment.engine.segment.number
 
     # -- ranks ----------------------------------------------------------------------------------------------------
 
