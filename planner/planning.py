@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from poochplan.errors import InfeasibleError, UsageError
+from poochplan.errors import InfeasibleError, UsageError, check_choice
 from poochplan.formats.occupancy import static_bytes
 from poochplan.formats.plan import Plan, SolveStatus
 from poochplan.formats.profile import Link, Memory, Profile
@@ -190,9 +190,7 @@ def smallest_budget(profile: Profile, *, arena: Literal["auto", "on", "off"] = "
 
 def in_arena(profile: Profile, arena: Literal["auto", "on", "off"]) -> bool:
     """Whether budgets cover an arena; see :func:`plan`."""
-    choices = ("auto", "on", "off")
-    if arena not in choices:
-        raise UsageError(f'arena: expected "auto", "on" or "off", found {arena!r}')
+    check_choice("arena", arena, ("auto", "on", "off"))
     is_known = profile.device.kind == "cpu" and profile.memory is Memory.ALLOCATED
     return arena == "on" or (arena == "auto" and is_known)
 

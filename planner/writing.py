@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from poochplan.errors import UsageError
+from poochplan.errors import UsageError, check_choice
 from poochplan.formats.files import package_version
 from poochplan.formats.plan import Decision, Plan, PlannedValue, Prediction, Solve, SolveStatus
 from poochplan.formats.profile import Memory, PointKind, Profile
@@ -147,8 +147,7 @@ def with_decisions(profile: Profile, plan: Plan, changes: Mapping[str, Decision 
 def _possible(problem: Problem, value: int, decision: Decision | str) -> Decision:
     """The decision; raises ``UsageError`` if the value cannot have it."""
     name = problem.names[value]
-    if decision not in tuple(Decision):
-        raise UsageError(f'{name}: expected "keep", "swap" or "recompute", found {str(decision)!r}')
+    check_choice(name, str(decision), tuple(Decision))
     reason = problem.must_keep[value] if decision != Decision.KEEP else ""
     if decision == Decision.RECOMPUTE and not reason and problem.replay.replays[value] is None:
         reason = problem.replay.reasons[value]

@@ -24,9 +24,9 @@ from poochplan.profiler.fake.fake_profile import beside_static, fake_profile, st
 from poochplan.profiler.fake.roofline import parse_roofline
 from poochplan.profiler.live.after_capture import PhaseTiming
 from poochplan.profiler.live.capturing import Capturing
-from poochplan.profiler.live.loop_observer import LoopObserver
+from poochplan.profiler.live.loop_observer import LoopObserver, NoPlans
 from poochplan.profiler.live.step_function import StepFunction
-from poochplan.profiler.live.step_kinds import StepKind
+from poochplan.profiler.live.step_kinds import Loop, StepKind
 from poochplan.profiler.live.study import StudyOptions, study
 from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.preserve import preserved
@@ -200,16 +200,17 @@ def _profile_inside(
         with_costs=lambda one, kept: with_cached_cost(one, where, kept),
         workload=options.workload,
     )
-    observer = LoopObserver(model, [] if optimizer is None else [optimizer], where, study_options, spill_dir)
+    loop, plans = Loop(model, [] if optimizer is None else [optimizer], where), NoPlans()
+    observer = LoopObserver(loop, study_options, plans, spill_dir)
     device = partial(open_device, where, spill_dir, rate)
-    session = Session({"": model}, where, device, observer, meter="never", is_guarded=False)
+    session = Session({"": model}, where, device, plans, observer, meter="never", is_guarded=False)
     with preserved(model, optimizer), session:
         for _ in range(MOST_STEPS):
             step()
             session.wait_until_planned()
-            if observer.kinds and not any(kind.is_studied for kind in observer.kinds.values()):
+            if loop.kinds and not loop.is_studied:
                 break
-    return _largest(list(observer.kinds.values()))
+    return _largest(list(loop.kinds.values()))
 
 
 def _largest(kinds: list[StepKind]) -> Profile:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from poochplan.errors import StepError, UsageError
+from poochplan.errors import StepError, UsageError, check_choice
 from poochplan.formats.profile import Link
 from poochplan.runtime.devices.opening import model_device
 from poochplan.runtime.metering.census import DataParallel
@@ -95,8 +95,7 @@ def check_mode(
         raise UsageError(f'device: expected a model on the CPU in mode "fake", found one on {where}; build it there')
     if throttle is not None and where.type != "cpu":
         raise UsageError(f"throttle: expected the CPU, found {where}, where copies are not slowed; leave it out")
-    if backward not in ("outside", "inside"):
-        raise UsageError(f'backward: expected "outside" or "inside", found {backward!r}')
+    check_choice("backward", backward, ("outside", "inside"))
     if backward == "inside" and fake:
         raise UsageError(
             'backward: expected "outside" in mode "fake", which runs no optimizer, found "inside"; return the loss'

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
 from poochplan.formats.plan import Plan
 from poochplan.runtime.engine.audited_plan import AuditedPlan
@@ -40,7 +41,7 @@ class ActivePlan:
     kind: of the steps, such as the name of their model.
     """
 
-    def __init__(self, kind: Hashable, plan: Plan) -> None:
+    def __init__(self, kind: Any, plan: Plan) -> None:
         self.kind, self.plan = kind, plan
         self.exact = IndexedPlan.of(plan.instructions)
         self.smaller = IndexedPlan.of(plan.instructions, exact=False)

@@ -6,15 +6,14 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, get_args
 
 import torch
 
-from poochplan.errors import ModelMismatchError, UsageError
+from poochplan.errors import ModelMismatchError, UsageError, check_choice
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet, check_alike, plans_of
 from poochplan.formats.profile import ModelSignature, Profile
-from poochplan.runtime.arena.recorded_layout import PackBlocks
 from poochplan.runtime.compiled.inductor import written_replays
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import ComputeDevice
@@ -28,18 +27,8 @@ from poochplan.tensors.signatures import kernel_switches, model_tensors, passing
 from .active_plan import OverBudget
 from .arena.step_arena import ArenaMode, step_arena_for
 from .attachment import together
-from .plan_source import GivenPlans, RanksOf, Replan
-from .session import Explain, Session
-
-
-class Planner(NamedTuple):
-    """The planner's functions for a session: the runtime does not know the planner."""
-
-    replan: Replan
-    pack: PackBlocks
-    """Makes a layout for the blocks of a step."""
-    explain: Explain
-    ranks_of: RanksOf
+from .plan_source import GivenPlans, Planner
+from .session import Session
 
 
 def apply(
@@ -122,16 +111,11 @@ def apply(
     SpillError
         The spill directory cannot be used.
     """
-    for what, value, choices in (
-        ("on_divergence", on_divergence, tuple(DivergencePolicy)),
-        ("on_over_budget", on_over_budget or OverBudget.WARN, tuple(OverBudget)),
-        ("meter", meter, ("first-steps", "always", "never")),
-        ("arena", arena, ("auto", "on", "off")),
-        ("on_audit", on_audit, tuple(OnAudit)),
-    ):
-        if value not in choices:
-            wanted = ", ".join(f'"{one}"' for one in choices[:-1]) + f' or "{choices[-1]}"'
-            raise UsageError(f"{what}: expected {wanted}, found {value!r}")
+    check_choice("on_divergence", on_divergence, tuple(DivergencePolicy))
+    check_choice("on_over_budget", on_over_budget or OverBudget.WARN, tuple(OverBudget))
+    check_choice("meter", meter, get_args(When))
+    check_choice("arena", arena, get_args(ArenaMode))
+    check_choice("on_audit", on_audit, tuple(OnAudit))
     plans, models = by_name(plan, model)
     every = [one for given in plans.values() for one in plans_of(given)]
     firsts = {name: plans_of(given)[0] for name, given in plans.items()}  # a set is for one model and one device
@@ -157,17 +141,16 @@ def apply(
     def opened() -> ComputeDevice:
         return open_device(where, spill_dir, first.link.throttle_bytes_per_s, host_limit_bytes, spans=nvtx)
 
-    replan, pack, explain, ranks_of = planner or (None, None, None, lambda _: None)
     return Session(
         models,
         where,
         device or opened,
-        GivenPlans(plans, models, DivergencePolicy(on_divergence), profiles, replan, ranks_of),
+        GivenPlans(plans, models, DivergencePolicy(on_divergence), profiles, planner),
         on_over_budget=policy,
         meter=meter,
         cap_bytes=cap_bytes,
-        explain=explain,
-        step_arena=step_arena_for(arena, where.type, pack, every),
+        planner=planner,
+        step_arena=step_arena_for(arena, where.type, planner.pack if planner is not None else None, every),
         messages=Messages(is_quiet=quiet),
         on_audit=OnAudit(on_audit),
     )

@@ -1,5 +1,5 @@
 """Attachment: attaches an engine to models and torch for the length of a block. It recognises which calls are steps.
-A :class:`~.plan_source.PlanSource` decides what its steps do: which plan they follow, if any.
+A :class:`~.plan_source.StepObserver` gives its steps their policies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from poochplan.torch_private.tensor_internals import in_backward, intercept_auto
 from .compiled.deferred_unpack import deferring, plainly_packed, plainly_unpacked
 from .compiled.inductor import compiled_deferring
 from .open_sessions import ENTERED, check_no_session
-from .plan_source import PlanSource
+from .plan_source import PlanSource, StepObserver
 
 _ROOMS = "online", "profiler", "runtime", "tensors", "torch_private"
 FAILED = (
@@ -64,8 +64,8 @@ class Attachment:
     models: by name, each with its own hooks; a single one has the name "".
     kind: of their device.
     open_device: called when the block is entered.
-    source: gives each segment its step policy. If it does not give up values from the first step on,
-        :meth:`memory_is_short` says when they leave the device.
+    source: of plans.
+    observer: gives each segment its step policy, and sees what it does.
     events: called at the events of a step.
     is_guarded: whether an error of ours is to let the loop go on, by standing aside.
     """
@@ -76,6 +76,7 @@ class Attachment:
         kind: str,
         open_device: Callable[[], ComputeDevice],
         source: PlanSource,
+        observer: StepObserver,
         events: StepEvents = NO_EVENTS,
         *,
         is_guarded: bool = False,
@@ -85,7 +86,7 @@ class Attachment:
         self.whole = together(models)
         self._kind = kind
         self._open_device = open_device
-        self._source = source
+        self._source, self._observer = source, observer
         self._events = events
         self._parts = models if source.is_given and self.whole is not models.get("") else {}
         self.is_wanted: Callable[[], bool] = lambda: True
@@ -121,24 +122,24 @@ class Attachment:
             if self.guard is not None:
                 stack.callback(stand(self.guard))
             self._held.callback(self._short.close)
-            if self._source.gives_up:
-                self.memory_is_short()
             self.device = self._held.enter_context(closing(self._open_device()))
             self.engine = Engine(
-                self._source,
+                self._observer,
                 self.device,
                 self.whole,
-                rebuild=self._source.rebuild,
+                rebuild=self._observer.rebuild,
                 parts=self._parts,
                 on_idle=self._idle,
                 events=self._events,
             )
             stack.enter_context(compiled_deferring(self.whole, self._kind))
-            stack.enter_context(around_compiled(self.whole, unseen_by(self.engine.recorder, self._source.around_call)))
+            around_call = unseen_by(self.engine.recorder, self._observer.around_call)
+            stack.enter_context(around_compiled(self.whole, around_call))
             for name, model in self.models.items():
                 stack.enter_context(around_calls(model, partial(self._forward_begins, name)))
             stack.enter_context(around_optimizer_steps(self.whole, self._optimizer_steps, self._optimizer_stepped))
-            hooks = self._guarded(*self._source.attached(self))
+            self._source.attached(self)
+            hooks = self._guarded(*self._observer.attached(self))
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 hooks = self._until_let_go(*hooks)
             self._hooks = uncompiled_hooks(*hooks, partial(self.engine.planned.before, guard=self.guard))
@@ -264,7 +265,7 @@ class Attachment:
         if most is None:
             return False
         self.state, self._wakes = "aside", False
-        self._source.stands_aside()
+        self._observer.stands_aside()
         self.engine.stand_aside()
         self._events.resting()
         self._unhook()
@@ -300,7 +301,7 @@ class Attachment:
         if self.state in ("open", "away"):
             self.state = "aside"
         if self.has_begun:
-            for undo in (self.engine.stand_aside, self._source.stands_aside, self._events.departed, self._unhook):
+            for undo in (self.engine.stand_aside, self._observer.stands_aside, self._events.departed, self._unhook):
                 with suppress(Exception):
                     undo()
         if why:
@@ -398,14 +399,18 @@ class Attachment:
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours():
             self.engine.optimizer_stepped()
-            self._source.stepped(optimizer)
+            self._stepped(optimizer)
         elif self.watch is not None and self._is_at_rest():
             is_first, is_outgrown = not self.watch.has_stepped, self.watch.stepped()
             if is_outgrown:
                 self._events.outgrown()
             if is_first or self._wakes:  # nobody else asks which optimizer has stepped last
                 self.engine.cursor.optimizer_stepped()
-                self._source.stepped(optimizer)
+                self._stepped(optimizer)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._observer.stepped(optimizer)
+        self._source.stepped(optimizer)
 
     def _idle(self) -> None:
         if self.state == "closed" or self.has_failed:

@@ -1,30 +1,32 @@
-"""PlanSource: what a session's steps do, and which plan they follow. GivenPlans: the source with the user's plans."""
+"""PlanSource: the plans that a session's steps follow. GivenPlans: the user's. StepObserver: what looks at steps."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from poochplan.errors import DivergenceError, InfeasibleError
 from poochplan.formats.plan import Decision, Instructions, Plan
-from poochplan.formats.plan_set import PlanSet, describe, plans_of
+from poochplan.formats.plan_set import PlanSet, Signature, describe, plans_of
 from poochplan.formats.profile import Profile
 from poochplan.formats.queries import with_kept
+from poochplan.runtime.arena.recorded_layout import PackBlocks
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.messages import warn
 from poochplan.runtime.metering.watch import MostBytes
-from poochplan.runtime.step_policies.follow import DivergencePolicy, Follow
+from poochplan.runtime.step_policies.follow import DivergencePolicy, Follow, IndexedPlan
 from poochplan.runtime.step_policies.step_policy import Actions, Diverged, KeepAll, StepPolicy, SwapEach
 from poochplan.torch_private.hooks import Hooks
 from poochplan.units import format_bytes
 
-from .active_plan import MOST_PLANS, REMEDY, STILL_GROWS, ActivePlan
+from .active_plan import REMEDY, ActivePlan
+from .plan_book import PlanBook
 from .run_report import FallbackKind, Fallbacks
 
 KEPT_FROM_NOW_ON = "from now on such values are kept, and steps may exceed the budget"
@@ -32,7 +34,7 @@ KEPT_BY_PLAN = "from now on such values are kept, and another plan is made that 
 
 
 class Attached(Protocol):
-    """What a source may ask of its :class:`~.attachment.Attachment`."""
+    """What sources and observers may ask of their :class:`~.attachment.Attachment`."""
 
     engine: Engine
     models: Mapping[str, torch.nn.Module]
@@ -53,62 +55,26 @@ class Attached(Protocol):
 
 
 class PlanSource:
-    """Base class, in which no step follows a plan. A session asks it for the step policy of each step (it is the
-    engine's :class:`~.step_policies.step_policy.Chooser`), and reports to it how each step ended.
+    """Base class, in which no step follows a plan. A session asks it which plan each step follows, if any, and reports
+    to it how each step ended. ``book`` has the plans.
     """
 
     is_given = False
     """Whether the user gave the plans. Then the session complains about steps that follow none."""
-    gives_up = False
-    """Whether values leave the device from the first step on."""
-    alternatives: Sequence[Instructions] = ()
-    latest: ActivePlan | None = None
-    """The plan that was followed last, else the first active one; None before there is one."""
+    limit_bytes = 0
+    """What the open segment, which follows no plan, is to take at most; 0 if that does not matter."""
+    limits_reserved = False
+    """Whether that limit is one of what the allocator takes from a GPU."""
 
-    @property
-    def limit_bytes(self) -> int:
-        """What the open segment, which follows no plan, is to take at most; 0 if that does not matter."""
-        return 0
+    def __init__(self) -> None:
+        self.book = PlanBook()
 
-    @property
-    def limits_reserved(self) -> bool:
-        """Whether that limit is one of what the allocator takes from a GPU."""
-        return False
-
-    @property
-    def plans(self) -> Mapping[Hashable, ActivePlan]:
-        """The active plans, by kind of step."""
-        return {}
-
-    @property
-    def profiles(self) -> Mapping[Any, Profile]:
-        """The known profiles of the steps, by the same kinds."""
-        return {}
-
-    def attached(self, attachment: Attached) -> Hooks:
-        """The session begins. Returns the hooks that autograd calls: the engine's own, or some that call these."""
-        return attachment.engine.pack, attachment.engine.unpack
-
-    def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
-        """Brings back a value that waits for its replay."""
-        rebuild_together(value, mechanism)
-
-    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return call
+    def attached(self, attachment: Attached) -> None:
+        """The session begins."""
 
     def choose(self, segment: Segment) -> StepPolicy | None:
         """See :class:`~.step_policies.step_policy.Chooser`."""
         return KeepAll()
-
-    def following(self, segment: Segment) -> ActivePlan | None:
-        """The plan that the segment follows, or has diverged from; the segment has its step policy."""
-        return None
-
-    def begins(self, segment: Segment) -> None:
-        """A segment that has its step policy is about to begin. No log of another step continues into it."""
-
-    def optimizing(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of the models is about to step."""
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of the models has stepped."""
@@ -141,17 +107,53 @@ class PlanSource:
         """Waits, between two steps, until no plan is being made. Returns whether each known kind of step has one."""
         return True
 
+    def close(self) -> None:
+        """The session has ended."""
+
+
+class StepObserver:
+    """Base class, which observes nothing. It sees each segment before its source of plans does (it is the engine's
+    :class:`~.step_policies.step_policy.Chooser`), and all that the segment does.
+    """
+
+    alternatives: Sequence[Instructions] = ()
+
+    def __init__(self, source: PlanSource) -> None:
+        self._source = source
+        self.alternatives = [one.plan.instructions for one in source.book.active.values()]
+
+    def attached(self, attachment: Attached) -> Hooks:
+        """The session begins. Returns the hooks that autograd calls: the engine's own, or some that call these."""
+        return attachment.engine.pack, attachment.engine.unpack
+
+    def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
+        """Brings back a value that waits for its replay."""
+        rebuild_together(value, mechanism)
+
+    def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return call
+
+    def choose(self, segment: Segment) -> StepPolicy | None:
+        """See :class:`~.step_policies.step_policy.Chooser`."""
+        return self._source.choose(segment)
+
+    def begins(self, segment: Segment) -> None:
+        """A segment that has its step policy is about to begin. No log of another step continues into it."""
+
+    def optimizing(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of the models is about to step."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of the models has stepped."""
+
+    def ended(self, segment: Segment) -> None:
+        """A segment is over, and all its facts are known."""
+
     def stands_aside(self) -> None:
         """The session stands aside: nothing observes the open segment any more."""
 
     def close(self) -> None:
         """The session has ended."""
-
-
-Replan = Callable[[Profile, Plan, int], Plan]
-"""Makes a plan for the same budget in which so many bytes live beside the step, or raises ``InfeasibleError``: the
-runtime itself cannot plan.
-"""
 
 
 class Peers(Protocol):
@@ -170,23 +172,36 @@ class Peers(Protocol):
         """Ends what connects this process with the others."""
 
 
-RanksOf = Callable[[Iterable[torch.nn.Module]], Peers | None]
-"""The ranks of models; None if this process trains them alone."""
+class Planner(NamedTuple):
+    """The planner's functions for a session: the runtime does not know the planner."""
+
+    replan: Callable[[Profile, Plan, int], Plan]
+    """Makes a plan for the same budget in which so many bytes live beside the step, or raises ``InfeasibleError``."""
+    pack: PackBlocks
+    """Makes a layout for the blocks of a step."""
+    explain: Callable[[Profile, Plan | None, int | None], str]
+    """Describes where a step takes most memory, and its holders."""
+    ranks_of: Callable[[Iterable[torch.nn.Module]], Peers | None]
+    """The ranks of models; None if this process trains them alone."""
 
 
 class GivenPlans(PlanSource):
-    """State: the plan that each model's steps follow, the bytes found outside the plan, and the last step's model; and
-    the ranks, until the first step is over. They tell each other whether it has diverged, so that all say the same.
+    """The user's plans, by model. A single plan is followed exactly, whatever the inputs are. In a set, the plan for
+    the step's inputs is followed, or the nearest larger one.
 
-    With several models, a segment that begins with a save belongs to none until it is announced or one is called.
+    State: the last step's model, the bytes found outside the plans, and the ranks, until the first step is over. They
+    tell each other whether it has diverged, so that all say the same.
+
+    With several models, a segment that begins with a save belongs to none until it is announced or one is called. If
+    the plans expect the model's layers to save first, tensors that are saved before the model is called belong to no
+    step. They are kept, as without a session.
 
     Parameters
     ----------
     plans, models: by the names of the models; a single one has the name "".
     policy: what a step does that diverges from its plan.
     profiles: of the plans, if they are known.
-    replan: makes new plans from the profiles; None if there are to be no new plans.
-    ranks_of: finds the ranks.
+    planner: makes new plans from the profiles, and finds the ranks; without one there are neither.
     """
 
     is_given = True
@@ -197,50 +212,38 @@ class GivenPlans(PlanSource):
         models: Mapping[str, torch.nn.Module],
         policy: DivergencePolicy,
         profiles: Mapping[str, Profile],
-        replan: Replan | None,
-        ranks_of: RanksOf,
+        planner: Planner | None,
     ) -> None:
-        self._of = {name: PlansOfModel(name, plan, models[name], policy) for name, plan in plans.items()}
-        self._profiles, self._replan, self._policy = profiles, replan, policy
-        self._ranks_of = ranks_of
+        self.book = PlanBook(profiles)
+        self._sets = {name: one for name, one in plans.items() if isinstance(one, PlanSet)}
+        self._of = {name: [self._put(name, plan) for plan in plans_of(one)] for name, one in plans.items()}
+        self._models, self._planner = models, planner
+        self._policy = self._policy_now = policy
         self._ranks: Peers | None = None
         self._fallbacks = Fallbacks()
         """The engine's, once the session has begun."""
         self._name = next(iter(plans))
-        self._beside_bytes, self._times = Counter[str](), Counter[str]()
-        values = (value for one in self._of.values() for plan in one.every for value in plan.plan.values)
-        self.gives_up = any(value.decision is not Decision.KEEP for value in values)
+        self._latest = {name: one for name, (one, *_) in self._of.items()}
+        self._beside_bytes = Counter[str]()
 
-    @property
-    def alternatives(self) -> Sequence[Instructions]:  # type: ignore[override]
-        return [plan.plan.instructions for one in self._of.values() for plan in one.every]
+    def _put(self, name: str, plan: Plan) -> ActivePlan:
+        return self.book.put((name, *plan.inputs) if name in self._sets else name, plan)
 
-    @property
-    def plans(self) -> Mapping[Hashable, ActivePlan]:
-        return {plan.kind: plan for one in self._of.values() for plan in one.every}
-
-    @property
-    def profiles(self) -> Mapping[str, Profile]:
-        return self._profiles
-
-    @property
-    def latest(self) -> ActivePlan:  # type: ignore[override]
-        return self._of[self._name].latest
-
-    def attached(self, attachment: Attached) -> Hooks:
+    def attached(self, attachment: Attached) -> None:
+        values = (value for one in self.book.active.values() for value in one.plan.values)
+        if any(value.decision is not Decision.KEEP for value in values):
+            attachment.memory_is_short()
         self._fallbacks = attachment.engine.fallbacks
-        self._ranks = self._ranks_of(attachment.models.values())
+        self._ranks = self._planner.ranks_of(attachment.models.values()) if self._planner is not None else None
         if self._ranks is not None:
-            every = [plan.plan.fingerprint for one in self._of.values() for plan in one.every]
+            every = [one.plan.fingerprint for one in self.book.active.values()]
             self._ranks.check_same(" ".join(every).encode())
             self._awaits_ranks(is_waiting=True)
-        return super().attached(attachment)
 
     def _awaits_ranks(self, *, is_waiting: bool) -> None:
         """While it does, a step that diverges is no error, and not told."""
         self._fallbacks.silent = is_waiting
-        for one in self._of.values():
-            one.policy = DivergencePolicy.WARN if is_waiting else self._policy
+        self._policy_now = DivergencePolicy.WARN if is_waiting else self._policy
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """All ranks come here. If one diverged and that is the policy, ``DivergenceError`` is raised on all."""
@@ -267,99 +270,83 @@ class GivenPlans(PlanSource):
             self._fallbacks.say()
             self._ranks.close()
 
-    def choose(self, segment: Segment) -> StepPolicy | None:
-        if "" in self._of:
-            return self._of[""].choose(segment)
-        if segment.model is not None:
-            self._name = segment.model
-            return self._of[segment.model].choose(segment)
-        if not segment.saves_next:
-            return None
-        segment.aside = True
-        return KeepAll()
+    # -- plans for segments -----------------------------------------------------------------------------------
 
-    def following(self, segment: Segment) -> ActivePlan:
-        return self._of[segment.model].latest if segment.model in self._of else self.latest
+    def choose(self, segment: Segment) -> StepPolicy | None:
+        is_alone = "" in self._of
+        if not is_alone and segment.model is not None:
+            self._name = segment.model
+        self.book.follow(self._latest[self._name])
+        plans = self._of[self._name]
+        is_known = is_alone and (segment.announced or not plans[0].plan.inputs)
+        if segment.model is None and not is_known:
+            if not segment.saves_next:
+                return None  # a call of the model, or a save, decides
+            if not is_alone or all(one.plan.saved and one.plan.saved[0].layer for one in plans):
+                segment.aside = True
+                return KeepAll()
+        return self._policy_of(segment, plans)
+
+    def _policy_of(self, segment: Segment, plans: Sequence[ActivePlan]) -> StepPolicy | None:
+        """The step policy of a segment of the last step's model; None if its inputs must be known first."""
+        name = self._name
+        if name not in self._sets:
+            return self._follow(plans[0], plans[0].exact, plans[0].plan.inputs)
+        if segment.inputs is None:
+            return WithoutPlan(_TOO_EARLY, self._policy_now) if segment.saves_next else None
+        found = self.book.choose((name, *segment.inputs), segment.inputs, plans)
+        if found is None:
+            largest = f"{describe(self._sets[name].largest.inputs)} (the largest plan of {len(plans)})"
+            why = f"its inputs: expected at most {largest}, found {describe(segment.inputs)}"
+            return WithoutPlan(f"{why}; give one of these shapes to poochplan.plan_set", self._policy_now)
+        self._latest[name], indexed = found
+        self.book.follow(found[0])
+        return self._follow(found[0], indexed)
+
+    def _follow(self, plan: ActivePlan, indexed: IndexedPlan, inputs: Signature = ()) -> Follow:
+        """``inputs``: that the step must have, for a plan that was not chosen by them."""
+        model, tensors = self._models[self._name], plan.plan.model.tensors
+        return Follow(indexed, SwapEach(), self._policy_now, inputs=inputs, model=model, tensors=tensors)
+
+    # -- other plans ------------------------------------------------------------------------------------------
+
+    def replace(self, name: str, plan: Plan) -> None:
+        """Steps of that model follow this plan from the next segment on."""
+        self._latest[name] = self.book.last = self._put(name, plan)
+        self._of[name] = [self._latest[name]]
 
     def keep(self, plan: ActivePlan, names: Iterable[str]) -> str:
         """Makes the new plan while the training waits, if the profile is known."""
-        name, beside_bytes = str(plan.kind), self._beside_bytes[str(plan.kind)]
-        if self._replan is None or name not in self._profiles:
+        name: str = plan.kind
+        if self._planner is None or name not in self.book.profiles:
             return KEPT_FROM_NOW_ON
-        profile = with_kept(self._profiles[name], names)
+        profile = with_kept(self.book.profiles[name], names)
         try:
-            changed = self._replan(profile, plan.plan, beside_bytes)
+            changed = self._planner.replan(profile, plan.plan, self._beside_bytes[name])
         except InfeasibleError as error:
             return f"{KEPT_FROM_NOW_ON}: if they are kept, {error}"
-        self._profiles = {**self._profiles, name: profile}
-        self._of[name].follow(changed)
+        self.book.profiles[name] = profile
+        self.replace(name, changed)
         return KEPT_BY_PLAN
 
     def plan_again(self, plan: ActivePlan, more_bytes: int) -> str:
         """Makes the new plan while the training waits. The next steps follow it."""
-        name = str(plan.kind)
-        if self._replan is None:
-            return REMEDY
-        if self._times[name] == MOST_PLANS:
-            return STILL_GROWS
+        name: str = plan.kind
+        why_not = self.book.why_not_again(name)
+        if self._planner is None or why_not:
+            return why_not or REMEDY
         beside_bytes = self._beside_bytes[name] + more_bytes
         try:
-            changed = self._replan(self._profiles[name], plan.plan, beside_bytes)
+            changed = self._planner.replan(self.book.profiles[name], plan.plan, beside_bytes)
         except InfeasibleError as error:
             return f"with {format_bytes(beside_bytes)} more outside the step {error}"
         self._beside_bytes[name] = beside_bytes
-        self._times[name] += 1
-        self._of[name].follow(changed)
+        self.book.times[name] += 1
+        self.replace(name, changed)
         return (
             f"from the next step on, steps follow a plan that has room for {format_bytes(beside_bytes)} more "
             f"(predicted: {changed.prediction.overhead:.1%} slower than in-core)"
         )
-
-
-class PlansOfModel:
-    """The plans of one model. A single plan is followed exactly, whatever the inputs are. In a set, the plan for the
-    step's inputs is followed, or the nearest larger one.
-
-    State: ``latest``, the plan that was followed last. If the plans expect the model's layers to save first, tensors
-    that are saved before the model is called belong to no step. They are kept, as without a session.
-    """
-
-    def __init__(self, name: str, given: Plan | PlanSet, model: torch.nn.Module, policy: DivergencePolicy) -> None:
-        self._name, self.policy = name, policy
-        self._set = given if isinstance(given, PlanSet) else None
-        plans = plans_of(given)
-        self._inputs, self._model = plans[0].inputs, model
-        self.every = [ActivePlan(name if self._set is None else (name, *plan.inputs), plan) for plan in plans]
-        self.latest = self.every[0]
-
-    def follow(self, plan: Plan) -> None:
-        """Replaces the single plan from the next segment on."""
-        self.latest = ActivePlan(self._name, plan)
-        self.every = [self.latest]
-
-    def choose(self, segment: Segment) -> StepPolicy | None:
-        if self._inputs and segment.model is None and not segment.announced:
-            if not segment.saves_next:
-                return None  # a call of the model, or a save, decides
-            if all(one.plan.saved and one.plan.saved[0].layer for one in self.every):
-                segment.aside = True
-                return KeepAll()
-        if self._set is None:
-            tensors = self.latest.plan.model.tensors
-            return Follow(
-                self.latest.exact, SwapEach(), self.policy, inputs=self._inputs, model=self._model, tensors=tensors
-            )
-        if segment.inputs is None:
-            return WithoutPlan(_TOO_EARLY, self.policy) if segment.saves_next else None
-        plan = self._set.choose(segment.inputs)
-        if plan is None:
-            largest = f"{describe(self._set.largest.inputs)} (the largest plan of {len(self._set.plans)})"
-            found = f"found {describe(segment.inputs)}; give one of these shapes to poochplan.plan_set"
-            return WithoutPlan(f"its inputs: expected at most {largest}, {found}", self.policy)
-        self.latest = next(one for one in self.every if one.plan is plan)
-        is_exact = sorted(plan.inputs) == sorted(segment.inputs)
-        indexed = self.latest.exact if is_exact else self.latest.smaller
-        return Follow(indexed, SwapEach(), self.policy, model=self._model, tensors=plan.model.tensors)
 
 
 _TOO_EARLY = "something saved before its model is called: a set picks the plan by the model's inputs"

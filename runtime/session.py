@@ -31,15 +31,13 @@ from .active_plan import ActivePlan, OverBudget, out_of_memory_text
 from .arena.step_arena import StepArena
 from .attachment import Attachment
 from .budget_keeper import FROM_TORCH, BudgetKeeper
-from .plan_source import KEPT_FROM_NOW_ON, PlanSource
+from .plan_source import KEPT_FROM_NOW_ON, Planner, PlanSource, StepObserver
 from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
 
 HOST_IS_FULL = (
     "there is no room for {} of swapped values ({}): those that find none stay on the device, and steps may exceed the "
     "budget; free disk space or host memory, or name another spill_dir"
 )
-Explain = Callable[[Profile, Plan | None, int | None], str]
-"""Describes where a step takes most memory, and its holders; the runtime itself cannot."""
 
 
 class Session:
@@ -56,27 +54,26 @@ class Session:
         where: torch.device,
         open_device: Callable[[], ComputeDevice],
         source: PlanSource,
+        observer: StepObserver | None = None,
         *,
         on_over_budget: OverBudget = OverBudget.WARN,
         meter: When = "first-steps",
         cap_bytes: int | None = None,
-        explain: Explain | None = None,
+        planner: Planner | None = None,
         step_arena: StepArena | None = None,
         messages: Messages | None = None,
         is_guarded: bool = True,
         on_audit: OnAudit = OnAudit.OFF,
     ) -> None:
-        self._models, self._source, self._where = models, source, where
-        self._on_over_budget, self._cap_bytes, self._explain = on_over_budget, cap_bytes, explain
+        self._models, self._source = models, source
+        observer = observer or StepObserver(source)
+        self._book, self._observer = source.book, observer
+        self._on_over_budget, self._cap_bytes, self._planner = on_over_budget, cap_bytes, planner
         self._step_arena = step_arena or StepArena(None, "off")
         self._messages, self._meter = messages or Messages(is_quiet=True), StepMeter(where.type, meter)
         self._is_metered, self._on_audit = meter != "never", on_audit
         self._totals = StepTotals(models)
         self._memory: MemoryPeaks | None = None
-        self._following: ActivePlan | None = None
-        """The plan of the open segment."""
-        self._followed: dict[Hashable, ActivePlan] = {}
-        """The plan that was followed last, by kind of step."""
         self._gradients_checked = False
         self._keeper = BudgetKeeper(source, self._meter, self._step_arena, self._messages, on_over_budget)
         events = StepEvents(
@@ -94,7 +91,7 @@ class Session:
             finds=self._step_arena.again,
             elsewhere=self._totals.called_elsewhere,
         )
-        self._attachment = Attachment(models, where.type, open_device, source, events, is_guarded=is_guarded)
+        self._attachment = Attachment(models, where.type, open_device, source, observer, events, is_guarded=is_guarded)
         if self._attachment.guard is not None and on_over_budget is OverBudget.ERROR:
             self._attachment.guard.asked_for += (SpillError,)  # of a value that must not stay on the device
 
@@ -106,6 +103,7 @@ class Session:
         self._leave.atexit = False
         try:
             stack.callback(self._source.close)
+            stack.callback(self._observer.close)
             stack.push(self._attachment)
             self._attachment.__enter__()
             segments = stack.enter_context(settled(self._device, self._cap_bytes))
@@ -179,10 +177,10 @@ class Session:
 
     def _note_what_is_held(self, error: BaseException) -> None:
         """Adds to the error how far the planned step had come, and which objects hold memory in it."""
-        plan, segment = self._following, self._engine.segment
+        plan, segment = self._book.following, self._engine.segment
         if plan is None:
             return
-        self._keeper.take_peak(segment, self._following)
+        self._keeper.take_peak(segment, self._book.following)
         held = [one for one in held_beside(self._engine, segment, plan.plan) if one.name != SavedValue.__name__]
         where = described(self._meter.moment, plan.plan)
         text = out_of_memory_text(segment.report.peak_bytes, plan.plan, where, held)
@@ -256,7 +254,7 @@ class Session:
         """The plan that the current step follows or has diverged from; otherwise that of the last step; otherwise the
         first active plan. None while there is none.
         """
-        latest = self._source.latest
+        latest = self._book.latest
         return None if latest is None else latest.plan
 
     @property
@@ -264,20 +262,20 @@ class Session:
         """All active plans, by kind of step. The key is the name of the model, and its inputs if there are plans for
         several; with ``auto`` everything that distinguishes kinds.
         """
-        return MappingProxyType({kind: one.plan for kind, one in self._source.plans.items()})
+        return MappingProxyType({kind: one.plan for kind, one in self._book.active.items()})
 
     @property
     def profile(self) -> Profile | None:
         """The profile of :attr:`plan`; before there is a plan, the first profile. None before anything is profiled, and
         if plans were given without their profiles.
         """
-        latest, profiles = self._source.latest, self._source.profiles
+        latest, profiles = self._book.latest, self._book.profiles
         return profiles.get(latest.kind) if latest is not None else next(iter(profiles.values()), None)
 
     @property
     def profiles(self) -> Mapping[Hashable, Profile]:
         """All known profiles, by kind of step, with the keys of :attr:`plans`."""
-        return self._source.profiles
+        return self._book.profiles
 
     @property
     def last(self) -> StepReport:
@@ -287,7 +285,7 @@ class Session:
         if self._attachment.watch is not None:
             return self._attachment.watch.last
         segment = self._engine.segment
-        self._keeper.take_peak(segment, self._following)
+        self._keeper.take_peak(segment, self._book.following)
         return segment.report
 
     @property
@@ -314,18 +312,18 @@ class Session:
         self._take_rested()
         self._engine.mechanism.take_times()
         segment = self._engine.segment
-        self._keeper.take_peak(segment, self._following)
+        self._keeper.take_peak(segment, self._book.following)
         memory = self._device.peaks() if self._state == "open" else self._memory
-        followed = self._following.plan if self._following is not None else None
-        return self._totals.report(segment, followed, self.plan, memory, self.arena, self._keeper.expand)
+        plan = self._book.following.plan if self._book.following is not None else None
+        return self._totals.report(segment, plan, self.plan, memory, self.arena, self._keeper.expand)
 
     def explain_peak(self) -> str:
         """Where the step's peak is and what holds it, as text; empty if :attr:`profile` is None.
 
         It describes the planned step, or before the in-core one, with the largest peak of the metered steps.
         """
-        profile, explain = self.profile, self._explain
-        return "" if profile is None or explain is None else explain(profile, self.plan, self.total.peak_bytes)
+        profile, planner = self.profile, self._planner
+        return "" if profile is None or planner is None else planner.explain(profile, self.plan, self.total.peak_bytes)
 
     # -- for this package ---------------------------------------------------------------------------------------
 
@@ -366,17 +364,17 @@ class Session:
     def _chosen(self, segment: Segment) -> None:
         self._take_rested()
         self._attachment.watch = None
-        plan = self._following = self._source.following(segment)
+        plan = self._book.following
         self._engine.audit.step_ends()
         if plan is None or self._engine.follows is None:
             self._step_arena.stands_aside()
             self._meter.uses_arena(0)
-        self._source.begins(segment)
+        self._observer.begins(segment)
         self._keeper.limit_bytes = self._source.limit_bytes if plan is None and self._is_metered else 0
         if plan is None:
             self._keeper.begins_without_plan(self._engine, self._device)
             return
-        if self._followed.get(plan.kind) is not plan:
+        if self._book.followed.get(plan.kind) is not plan:
             self._begins(plan)
         if self._on_audit is not OnAudit.OFF and self._engine.follows is not None:
             self._audit(plan)
@@ -399,7 +397,7 @@ class Session:
 
     def _tell_differences(self, segment: Segment) -> None:
         """Values that did not come back as they were are told, and kept from now on."""
-        audit, plan = self._engine.audit, self._following
+        audit, plan = self._engine.audit, self._book.following
         segment.report.audited_values = audit.compared
         found, audit.differing = audit.differing, []
         if not found:
@@ -421,10 +419,10 @@ class Session:
 
     def _begins(self, plan: ActivePlan) -> None:
         """The first step under the plan begins. The plan replaces the one that its kind has followed before."""
-        if not self._followed:
+        if not self._book.followed:
             self._collect()  # an earlier session, if this one's name was still its own as the block was entered
-        before = self._followed.get(plan.kind)
-        self._followed[plan.kind] = plan
+        before = self._book.followed.get(plan.kind)
+        self._book.followed[plan.kind] = plan
         self._device.let_go_of_cache()  # of steps that were planned otherwise, or not at all
         if before is not None:
             plan.audited.takes_over(before.audited)
@@ -447,12 +445,12 @@ class Session:
         self._meter.point()
         if passed > 1:
             self._step_arena.at(passed)
-        elif self._following is not None and self._engine.follows is not None and not self._engine.audit.keeps_all:
-            self._step_arena.begin(self._following.plan, self._engine.segment)
+        elif (plan := self._book.following) and self._engine.follows is not None and not self._engine.audit.keeps_all:
+            self._step_arena.begin(plan.plan, self._engine.segment)
             self._meter.uses_arena(self._step_arena.arena_bytes)
 
     def _optimizing(self, optimizer: torch.optim.Optimizer) -> None:
-        self._source.optimizing(optimizer)
+        self._observer.optimizing(optimizer)
         if complaint := self._totals.optimizing(self._engine.segment):
             self._messages.warn(complaint)
         self._step_arena.optimizer_steps(optimizer)
@@ -462,7 +460,7 @@ class Session:
         self._meter.uses_arena(self._step_arena.arena_bytes)
 
     def _rests(self, most: MostBytes) -> None:
-        self._following = None
+        self._book.following = None
         self._take_rested()
         self._attachment.watch = Watch(self._meter, self._engine, self._device, most)
 
@@ -479,22 +477,23 @@ class Session:
     def _step_is_over(self, segment: Segment) -> None:
         self._step_arena.step_is_over()
         self._meter.step_is_over()
-        self._keeper.take_peak(segment, self._following)
-        self._keeper.look(segment, self._following, self._engine)
+        self._keeper.take_peak(segment, self._book.following)
+        self._keeper.look(segment, self._book.following, self._engine)
         self._tell_differences(segment)
 
     def _ended(self, segment: Segment) -> None:
         self._meter.step_is_over()
         if not self._totals.is_new(segment):
             return
-        self._keeper.take_peak(segment, self._following)
-        plan = self._following
+        self._keeper.take_peak(segment, self._book.following)
+        plan = self._book.following
         self._totals.count(segment, plan.plan if plan is not None else None)
+        self._observer.ended(segment)
         self._source.ended(segment)
         if plan is not None and (more_bytes := self._step_arena.lacks(plan.plan)):
             self._source.lacks_arena(plan, more_bytes)
         if plan is not None and self._keeper.is_on:
-            self._keeper.look(segment, self._following, self._engine)
+            self._keeper.look(segment, self._book.following, self._engine)
             peak_bytes, audit = self._meter.blocks_peak_bytes, self._engine.audit
             peak_bytes = None if peak_bytes is None or audit.keeps_all else peak_bytes - audit.beside_bytes
             plan.ended(peak_bytes, has_gradients=bool(segment.gradient_bytes))

@@ -40,8 +40,9 @@ from poochplan.formats.plan import Decision
 from poochplan.formats.profile_parts import Link, LinkDirection
 from poochplan.profiler.live.after_capture import OpTiming
 from poochplan.profiler.live.capturing import Capturing
-from poochplan.profiler.live.loop_observer import LoopObserver
+from poochplan.profiler.live.loop_observer import LoopObserver, NoPlans
 from poochplan.profiler.live.segment_observer import SegmentObserver
+from poochplan.profiler.live.step_kinds import Loop
 from poochplan.profiler.live.study import StudyOptions
 from poochplan.runtime.devices.cpu import CpuDevice
 from poochplan.runtime.engine.cursor import Segment
@@ -149,12 +150,15 @@ class Studying(LoopObserver):
 
     def __init__(self, model: nn.Module, new: Callable[[Any], SegmentObserver]) -> None:
         wanted = StudyOptions(link=lambda: LINK, fits=lambda _: True, with_costs=lambda profile, _: profile)
-        super().__init__(model, [], CPU, wanted)
+        super().__init__(Loop(model, [], CPU), wanted, NoPlans())
         self._new, self.observed = new, 0
 
-    def known(self, key: Any, segment: Segment) -> SegmentObserver:
+    def _chosen(self, segment: Segment) -> StepPolicy | None:
+        if segment.inputs is None and not segment.saves_next:
+            return None
         self.observed += 1
-        return self._new(self.context)
+        self._observer = self._new(self.context)
+        return self._observer.policy
 
 
 @contextlib.contextmanager
@@ -162,7 +166,7 @@ def studied(new: Callable[[Any], SegmentObserver]) -> Iterator[nn.Module]:
     """A model each of whose steps is studied so."""
     model = Operator()
     observer = Studying(model, new)
-    with Session({"": model}, CPU, CpuDevice, observer, meter="never"):
+    with Session({"": model}, CPU, CpuDevice, NoPlans(), observer, meter="never"):
         yield model
     assert observer.observed, "no step was studied"
 

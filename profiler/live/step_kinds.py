@@ -1,20 +1,24 @@
-"""Which segments are of one kind, and the progress of each kind's study."""
+"""Loop: what is known of a running loop. Which segments are of one kind, and the progress of each kind's study."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+import torch
 
 from poochplan.errors import named_line
 from poochplan.formats.plan_set import Signature, is_larger
 from poochplan.formats.profile import Profile
 from poochplan.planner.whatif import with_bytes_beside
 from poochplan.runtime.engine.cursor import Outcome, Segment
-from poochplan.runtime.metering.census import Growth
+from poochplan.runtime.metering.census import Growth, foreseen_bytes
 from poochplan.runtime.step_policies.follow import Follow
 
-from .segment_observer import NewObserver, SegmentObserver, Studied
-from .study import NoMoreSegments
+from .segment_observer import NewObserver, SegmentObserver, StudyContext
+from .study import NoMoreSegments, StudyOptions, study
 
 MOST_LOST = 20
 """After this many segments in a row without a result, a kind is given up."""
@@ -57,7 +61,9 @@ class StepKind:
     *refused*.
     """
 
-    def __init__(self, key: Key, study: Callable[[], Studied], most_bytes: int = 0, least_values: int = 0) -> None:
+    def __init__(
+        self, key: Key, context: StudyContext, options: StudyOptions, most_bytes: int = 0, least_values: int = 0
+    ) -> None:
         """``least_values``: what its longest known segment saves. Only one that saves as much is captured."""
         self.key = key
         self.profile: Profile | None = None
@@ -80,7 +86,8 @@ class StepKind:
         self._is_used_later = False
         """Whether later segments have used what one of the kind has left over."""
         self._most_bytes = most_bytes
-        self._new_study, self._study = study, study()
+        self._context, self._options = context, options
+        self._study = study(context, options)
         self.next_observer: NewObserver | None = next(self._study)
         """Makes the observer of the next segment; None when the study is over."""
 
@@ -130,7 +137,8 @@ class StepKind:
         self._lost = self._resized = 0
         if is_longer:
             self._study.close()
-            self._values, self.shape, self._shorter, self._study = 0, None, 0, self._new_study()
+            self._values, self.shape, self._shorter = 0, None, 0
+            self._study = study(self._context, self._options)
             self.next_observer = next(self._study)
             return
         self._shorter += 1
@@ -173,9 +181,9 @@ class StepKind:
             self.give_up(named_line(error))
             return None
 
-    def _go_on(self, study: Callable[[], NewObserver]) -> None:
+    def _go_on(self, ask: Callable[[], NewObserver]) -> None:
         try:
-            self.next_observer = study()
+            self.next_observer = ask()
         except StopIteration as studied:
             self.next_observer = None
             self.profile = studied.value
@@ -213,6 +221,22 @@ class StepKinds(dict[Key, StepKind]):
         self._apart: dict[Key, _Stood | None] = {}
         """With the facts of one segment; None if it has no result."""
         self._most_bytes: dict[Key, int] = {}
+        """Most bytes that were alive or foreseen when a segment of a kind without a study began."""
+        self._longest: dict[Key, int] = {}
+        """Number of values that the longest segment of a kind has saved, if it is studied again for that."""
+
+    def begin(self, key: Key, context: StudyContext, options: StudyOptions) -> StepKind:
+        """The study of that kind begins, or is refused at once."""
+        kind = StepKind(key, context, options, self._most_bytes.get(key, 0), self._longest.get(key, 0))
+        if sum(one.is_studied for one in self.values()) >= MOST_KINDS:
+            kind.give_up(TOO_MANY)
+        self[key] = kind
+        return kind
+
+    def study_again(self, key: Key, least_values: int) -> None:
+        """Segments of that kind are studied anew, its longest ones if the number of values that these save is given."""
+        self._longest[key] = least_values
+        self.pop(key, None)
 
     def key_of(self, key: Key) -> Key:
         """The key of the kind that segments with that key belong to."""
@@ -246,10 +270,6 @@ class StepKinds(dict[Key, StepKind]):
             if stood is not None and other not in self and other[2:] == key[2:]:
                 yield other, stood
 
-    def stood(self, key: Key) -> int:
-        """Most bytes that were alive or foreseen when a segment of that kind began; the kind has no study yet."""
-        return self._most_bytes.get(key, 0)
-
     @property
     def alike(self) -> list[tuple[Key, Key]]:
         """Keys, with the kinds that they are like."""
@@ -263,6 +283,48 @@ class StepKinds(dict[Key, StepKind]):
         """Segments with that key are a separate kind from now on."""
         if self._alike.pop(key, None) is not None:
             self._apart[key] = None
+
+
+class Loop:
+    """An observer fills it, and a source of plans reads it. State: the kinds of its segments; its optimizers with their
+    places, how often they have stepped, and the place of the last one.
+
+    Parameters
+    ----------
+    model: all of the models together.
+    optimizers: the known ones; others are found when they step.
+    where: the models' device.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], where: torch.device
+    ) -> None:
+        self.model, self.where = model, where
+        self.kinds = StepKinds()
+        self.optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, int](zip(optimizers, itertools.count()))
+        """A new optimizer gets the place of one that is gone."""
+        self.steps = self.after = 0
+
+    def meets(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer is one of the loop's."""
+        if optimizer not in self.optimizers:
+            taken = set(self.optimizers.values())
+            self.optimizers[optimizer] = next(place for place in itertools.count() if place not in taken)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self.meets(optimizer)  # one that was new while the session rested
+        self.steps += 1
+        self.after = self.optimizers[optimizer]
+
+    @property
+    def is_studied(self) -> bool:
+        """Whether some kind of its segments is being studied."""
+        return any(kind.is_studied for kind in self.kinds.values())
+
+    @property
+    def foreseen_bytes(self) -> int:
+        """Bytes that its optimizers will add one day."""
+        return foreseen_bytes(self.optimizers, self.where.type)
 
 
 def shape_of(segment: Segment) -> tuple[int, ...]:

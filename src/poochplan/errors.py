@@ -6,7 +6,7 @@ Every error has the exit code of the command line, where only :func:`poochplan.c
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class PoochError(Exception):
@@ -110,6 +110,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OUT_OF_MEMORY)
+
+
+def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
+    """Raises ``UsageError`` if the value is none of the choices."""
+    if value not in choices:
+        wanted = ", ".join(f'"{one}"' for one in choices[:-1]) + f' or "{choices[-1]}"'
+        raise UsageError(f"{what}: expected {wanted}, found {value!r}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -15,14 +15,13 @@ from poochplan.formats.profile import Profile
 from poochplan.guard import is_about_arguments, is_ours
 from poochplan.peak import explain_peak
 from poochplan.planner.arena.packing import packed
-from poochplan.runtime.applying import Planner
 from poochplan.runtime.applying import apply as runtime_apply
 from poochplan.runtime.arena.library import why_not_loaded, why_unavailable
 from poochplan.runtime.arena.pass_arena import PassArena
 from poochplan.runtime.devices.backend import backend_of
 from poochplan.runtime.messages import warn
 from poochplan.runtime.open_sessions import check_no_session
-from poochplan.runtime.plan_source import PlanSource
+from poochplan.runtime.plan_source import Planner, PlanSource
 from poochplan.runtime.session import Session
 from poochplan.tensors.storages import own_tensors
 

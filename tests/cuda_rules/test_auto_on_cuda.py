@@ -110,5 +110,5 @@ def test_plans_of_several_sizes_are_followed_with_the_bits_of_plain_training(cup
     swapped = [sum(value.host_offset >= 0 for value in plan.values) for plan in session.plans.values()]
     assert len(swapped) >= 2
     assert min(swapped) > 0
-    assert sum(one.begun for one in session._source.plans.values()) > 15
+    assert sum(one.begun for one in session._source.book.active.values()) > 15
     assert session.report().steps_followed > 10  # half a backward is none of these

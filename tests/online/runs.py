@@ -92,7 +92,7 @@ def planning(training: Training, cache: Path, **options: Any) -> Session:
     session.__enter__()
     for number in range(12):
         training.turn(number)
-        kinds = session._source.kinds
+        kinds = session._source.loop.kinds
         if kinds and all(kind.next_observer is None for kind in kinds.values()):
             break
     session._attachment.settle()

@@ -181,8 +181,7 @@ def train(
 def is_planned(session: Any) -> bool:
     """Whether all kinds of segment have a plan on rank 0, which makes them."""
     session.wait_until_planned()
-    source = session._source
-    found = [0 < len(source.kinds) <= len(source.plans)]
+    found = [0 < len(session._source.loop.kinds) <= len(session.plans)]
     torch.distributed.broadcast_object_list(found, 0)
     return found[0]
 
@@ -216,14 +215,14 @@ def all_that_may_be(session: Any, decision: str) -> Plan:
 
 
 def facts_of(session: Any) -> dict[str, Any]:
-    plans = [one.plan for one in session._source.plans.values()]
+    plans, loop = list(session.plans.values()), getattr(session._source, "loop", None)
     return {
         "plans": sorted(hashlib.sha256(repr(plan).encode()).hexdigest() for plan in plans),
         "budget_bytes": max((plan.budget_bytes for plan in plans), default=0),
         "predicted_bytes": max((plan.prediction.peak_bytes for plan in plans), default=0),
         "in_core_bytes": max((plan.prediction.in_core_peak_bytes for plan in plans), default=0),
         "followed": session.report().steps_followed,
-        "refused": [kind.refused for kind in getattr(session._source, "kinds", {}).values()],
+        "refused": [kind.refused for kind in loop.kinds.values()] if loop is not None else [],
         "fallbacks": session.total.fallback_reasons,
         "replayed": session.total.replayed_values,
         "swapped_bytes": session.total.out_bytes,

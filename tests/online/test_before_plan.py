@@ -15,6 +15,7 @@ import poochplan
 from poochplan.online import background, before_plan, planning_process
 from poochplan.online.before_plan import SHARE_TAKEN, BeforePlan, Mode, Unplanned, free_bytes
 from poochplan.planner.search.allowance import Progress
+from poochplan.profiler.live.step_kinds import Loop
 from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.tensor_internals import in_backward
 from tests.online.runs import QUICK, run_auto
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 def unplanned(
     model: torch.nn.Module, way: Unplanned = Unplanned.IN_CORE, *optimizers: torch.optim.Optimizer
 ) -> BeforePlan:
-    return BeforePlan(way, way, model, CPU, optimizers, lambda: None)
+    return BeforePlan(way, way, Loop(model, optimizers, CPU))
 
 
 def first_step(cache: Path, budget: str = "60%", **options: Any) -> tuple[int, int]:

@@ -54,7 +54,7 @@ def takes_its_own_plan(make: Callable[[], Training], cache: Path, turns: int = 4
     """Whether a run follows a plan from its first step on, to the last: nothing is studied, and no step leaves it."""
     run = run_auto(make, "60%", cache, turns)
     assert run.equals(run_plain(make, turns))
-    found = run.planned_at == 0 and not run.session._source.kinds and not run.session.total.fallbacks
+    found = run.planned_at == 0 and not run.session._source.loop.kinds and not run.session.total.fallbacks
     del run
     gc.collect()  # what this run has left is not to live beside the next one
     return found
@@ -101,7 +101,7 @@ def test_what_no_fingerprint_tells_is_found_by_leaving_a_plan_and_no_run_deletes
             takes_its_own_plan(make, tmp_path, 30)
             plans.append({path: path.read_bytes() for path in sorted(tmp_path.rglob("*.json"))})
         run = run_auto(in_single, "60%", tmp_path, 8)
-    assert run.session._source.kinds == {}
+    assert run.session._source.loop.kinds == {}
     assert run.session.total.fallbacks == 2
     assert run.session.report().steps_followed == 8 - 2  # two have left the plan that they had begun under
     assert len(plans[0]) == 2

@@ -56,7 +56,7 @@ def test_what_no_plan_fits_is_told_once_refused_at_once_by_the_next_run_and_meas
         assert found.equals(expected)
         assert calls["get_objects"] <= most_looks
         assert calls["collect"] <= most_collections
-        return bool(found.session._source.kinds)
+        return bool(found.session._source.loop.kinds)
 
     assert studies(7, 2)
     assert not studies(3, 0)

@@ -98,7 +98,7 @@ def test_the_second_run_follows_from_its_second_step_on_with_equal_bits_and_coll
     assert found.equals(expected)
     assert found.planned_at == 0
     assert found.session.total.fallbacks == 0
-    assert found.session._source.kinds == {}
+    assert found.session._source.loop.kinds == {}
     assert found.peak_bytes <= budget_of(expected)
 
 
@@ -112,7 +112,7 @@ def test_what_has_come_to_live_beside_the_step_since_is_planned_for(expected: Ru
     assert found.session.plan is not None
     assert found.peak_bytes <= budget_of(expected)
     assert poochplan.Plan.load(place / "plan.json").prediction.peak_bytes <= budget_of(expected)
-    assert found.session._source.kinds == {}
+    assert found.session._source.loop.kinds == {}
 
 
 def test_a_plan_that_ends_a_run_by_an_error_is_not_the_first_that_the_next_run_tries(
@@ -180,7 +180,7 @@ def test_micro_batches_that_were_found_alike_are_not_profiled_again_in_the_next_
     gc.collect()  # what that run has left is not to live beside the next one
     second = run_auto(micro_batches, "75%", tmp_path, turns=4)
     assert second.losses == first[:4] == run_plain(micro_batches, 4).losses
-    assert second.session._source.kinds == {}
+    assert second.session._source.loop.kinds == {}
     assert second.session.report().steps_followed >= 15
 
 
@@ -192,7 +192,7 @@ def test_a_loop_that_ends_while_it_is_planned_says_so_and_the_next_run_goes_on_f
     found = run_auto(dropout_and_batch_norm, "60%", tmp_path)
     assert "the loop has ended while a plan was being made" in said
     assert found.session.plan is not None
-    assert found.session._source.kinds == {}
+    assert found.session._source.loop.kinds == {}
     assert found.equals(run_plain(dropout_and_batch_norm))
 
 

@@ -155,7 +155,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_served_and_bitwise_the_one_that
     del states, state
     with second.session:
         second.turns(half, TURNS)
-        assert second.session._source.kinds == {}  # the plan is of the first run
+        assert second.session._source.loop.kinds == {}  # the plan is of the first run
     found = Run(losses + second.losses, bytes_of(second.training.state()), [])
     assert found.equals(run_plain(dropout_and_batch_norm, TURNS))
     assert second.unserved_bytes[-4:] == [0] * 4

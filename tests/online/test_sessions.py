@@ -224,7 +224,7 @@ def test_auto_is_the_same_for_a_step_of_many_micro_batches_as_for_one_of_two(tmp
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return stepping(model, lambda _: (model(data).square().mean() for _ in range(32)), optimizer, zeroes_last=True)
 
-    assert len(run_auto(many, "95%", tmp_path, 3, is_metered=False).session._source.kinds) == 2
+    assert len(run_auto(many, "95%", tmp_path, 3, is_metered=False).session._source.loop.kinds) == 2
 
 
 def test_a_loop_that_fits_in_core_swaps_nothing_once_it_is_known_to(expected: Run, tmp_path: Path) -> None:

@@ -129,10 +129,10 @@ def test_a_loop_whose_optimizer_or_weights_are_not_seen_or_that_calls_its_model_
 ) -> None:
     found = run_auto(make, budget, tmp_path, 32, is_metered=False)
     assert found.equals(run_plain(make, 32, is_metered=False))
-    assert len(found.session.plans) == len(found.session._source.kinds) == 1
+    assert len(found.session.plans) == len(found.session._source.loop.kinds) == 1
     assert found.session.report().steps_followed > 0
     assert found.session.total.fallbacks == 0
-    assert not found.session._source.kinds.alike
+    assert not found.session._source.loop.kinds.alike
 
 
 def test_a_new_optimizer_for_each_task_takes_the_place_of_the_last_one(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_new_optimizer_for_each_task_takes_the_place_of_the_last_one(tmp_path:
             gc.collect()
             session.wait_until_planned(60)
         assert [reference() for reference in made] == [None] * 4
-        assert len(session._source.kinds) == len(session.plans) == 1
+        assert len(session._source.loop.kinds) == len(session.plans) == 1
 
 
 @pytest.mark.parametrize("has_optimizer", [True, False])
@@ -197,8 +197,8 @@ def test_a_study_that_fails_is_told_once_and_the_loop_trains_on(part: str, tmp_p
         pytest.warns(RuntimeWarning, match="no plan is made for some of the steps: KeyError: .*study's") as told,
         poochplan.auto(training.models, training.optimizers, budget="70%", cache=tmp_path, **QUICK) as session,
     ):
-        source: Any = session._source
-        source._study_options = replace(source._study_options, **{part: failing})
+        observer: Any = session._observer
+        observer._study_options = replace(observer._study_options, **{part: failing})
         losses = [training.turn(number) for number in range(14)]
     assert len(told) == 1
     again = plain_of(network())

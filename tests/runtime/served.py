@@ -81,7 +81,7 @@ def plain(name: str, steps: int) -> Loop:
 
 def follow(session: Session, plan: Plan) -> None:
     """Steps follow this plan from now on."""
-    session._source._of[""].follow(plan)
+    session._source.replace("", plan)
 
 
 def arenas_mapped() -> int:

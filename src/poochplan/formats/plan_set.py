@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -136,6 +137,7 @@ def check_alike(what: str, plans: Mapping[str, Plan]) -> None:
                 )
 
 
+@functools.lru_cache(maxsize=256)
 def _parse(signature: Signature) -> list[InputShape]:
     """The entries by path, since keyword arguments may come in any order. Raises ``UsageError`` for any other text."""
     entries = []

@@ -8,16 +8,19 @@ from typing import Literal, get_args
 
 import torch
 
-from poochplan.errors import UsageError
+from poochplan.errors import UsageError, check_choice
 from poochplan.formats.files import cache_folder
 from poochplan.formats.profile import Link
 from poochplan.planner.arena.reserved import On
 from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.profiler.link import known_link, measure_link
+from poochplan.profiler.live.loop_observer import LoopObserver
+from poochplan.profiler.live.step_kinds import Loop
+from poochplan.profiler.live.study import StudyOptions
 from poochplan.profiler.request import checked_device
-from poochplan.profiler.trials.machine_facts import on_worker_thread, unmeasured
+from poochplan.profiler.trials.machine_facts import on_worker_thread, unmeasured, with_cached_cost, with_known_cost
 from poochplan.runtime.active_plan import OverBudget
-from poochplan.runtime.arena.step_arena import ArenaMode, StepArena, why_no_arena
+from poochplan.runtime.arena.step_arena import ArenaMode, step_arena_for
 from poochplan.runtime.attachment import together
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.opening import check_cap, open_device
@@ -28,7 +31,7 @@ from poochplan.sessions import PLANNER, made_in_any_case
 from poochplan.units import parse_budget, parse_rate
 
 from .background import BackgroundBuild
-from .before_plan import Mode, Unplanned, checked, ranks_here
+from .before_plan import BeforePlan, Mode, Unplanned, ranks_here
 from .known_plans import KnownPlans
 from .plan_cache import PlanCache
 from .planning_process import PlanRequest
@@ -115,14 +118,13 @@ def auto(
     check_cap(cap_bytes, where)
     if on not in (None, "allocated", "reserved") or (on == "reserved" and where.type != "cuda"):
         raise UsageError(f'on: expected "allocated", or "reserved" for a model on a GPU, found {on!r} on {where.type}')
-    if on_over_budget not in tuple(OverBudget):
-        raise UsageError(f'on_over_budget: expected "warn", "error" or "replan", found {on_over_budget!r}')
-    if arena not in get_args(ArenaMode):
-        raise UsageError(f'arena: expected "auto", "on" or "off", found {arena!r}')
-    if on_audit not in tuple(OnAudit):
-        raise UsageError(f'on_audit: expected "warn", "error" or "off", found {on_audit!r}')
-    before = checked("before_plan", before_plan or ("swap" if on_over_budget == "error" else "in-core"))
-    refused = checked("on_refusal", on_refusal)
+    before_plan = before_plan or ("swap" if on_over_budget == "error" else "in-core")
+    check_choice("on_over_budget", on_over_budget, tuple(OverBudget))
+    check_choice("arena", arena, get_args(ArenaMode))
+    check_choice("on_audit", on_audit, tuple(OnAudit))
+    check_choice("before_plan", before_plan, tuple(Unplanned))
+    check_choice("on_refusal", on_refusal, tuple(Unplanned))
+    before, refused = Unplanned(before_plan), Unplanned(on_refusal)
     check_budget(budget)  # here, not in the middle of the loop
     rate = None if throttle is None else parse_rate(throttle, "throttle")
     folder = choose_spill_dir(spill_dir) if where.type == "cpu" else None
@@ -138,27 +140,28 @@ def auto(
     measures_here = before is Unplanned.IN_CORE
     entries = Path(cache) if cache is not None else cache_folder() / "auto"
     kept = PlanCache(entries, whole, where, budget, arena, link, rate, on)
-    source = StudiedPlans(
-        whole,
-        _listed(optimizer),
-        where,
-        spill_dir=folder,
+    known = KnownPlans(budget, request, kept, messages, policy, refused, measures_here=measures_here)
+    loop = Loop(whole, _listed(optimizer), where)
+    unplanned = BeforePlan(before, refused, loop)
+    with_costs = with_known_cost if where.type == "cpu" else with_cached_cost
+    options = StudyOptions(
         link=lambda: on_worker_thread(lambda: link or known_link(where, folder, rate) or measured()),
-        known=KnownPlans(budget, request, kept, messages, policy, refused, measures_here=measures_here),
-        build=BackgroundBuild(arena, where, messages),
-        before_plan=before,
-        messages=messages,
+        fits=lambda one: unplanned.has_room(one.in_core_peak_bytes, known.budget_of(one)),
+        room=lambda one: unplanned.room_of(known.budget_of(one)),
+        has_arena=lambda: not known.book.had_plan,
+        with_costs=lambda one, kept: with_costs(one, where, kept),
     )
-    has_arena = arena != "off" and not why_no_arena(where.type)
+    plans = StudiedPlans(loop, known, BackgroundBuild(arena, where, messages), unplanned, messages)
     return Session(
         models,
         where,
         lambda: open_device(where, folder, rate),
-        source,
+        plans,
+        LoopObserver(loop, options, plans, folder),
         on_over_budget=policy,
         cap_bytes=cap_bytes,
-        explain=PLANNER.explain,
-        step_arena=StepArena(PLANNER.pack, arena) if has_arena else None,
+        planner=PLANNER,
+        step_arena=step_arena_for(arena, where.type, PLANNER.pack),
         messages=messages,
         on_audit=OnAudit(on_audit),
     )

@@ -7,19 +7,20 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Literal
 
 import torch
 
-from poochplan.errors import UsageError
 from poochplan.formats.run_record import segments_expand
+from poochplan.profiler.live.step_kinds import Loop
 from poochplan.runtime.devices.allocator import in_session
 from poochplan.runtime.devices.backend import backend_of, memory_left
 from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.metering.allocated import joined_count
 from poochplan.runtime.metering.census import EVERY, census_bytes
+from poochplan.runtime.plan_source import Attached
 from poochplan.runtime.step_policies.step_policy import KeepWhileRoom, StepPolicy, SwapEach
 from poochplan.tensors.storages import gradient_of, own_tensors
 
@@ -54,27 +55,20 @@ class BeforePlan:
     ----------
     before: how steps run while there is no plan.
     refused: how steps run if no plan fits the budget.
-    model: all of the models together; ``optimizers``: the known ones of the loop.
-    is_short: called when a step is about to swap.
+    loop: its optimizers tell what is to come.
     """
 
-    def __init__(
-        self,
-        before: Unplanned,
-        refused: Unplanned,
-        model: torch.nn.Module,
-        where: torch.device,
-        optimizers: Iterable[torch.optim.Optimizer],
-        is_short: Callable[[], None],
-    ) -> None:
-        self.before, self.refused = before, refused
-        self._model, self._where, self._optimizers = model, where, optimizers
-        self._is_short = is_short
-        self._while_room = KeepWhileRoom(self._room, is_short, self._largest_at)
+    def __init__(self, before: Unplanned, refused: Unplanned, loop: Loop) -> None:
+        self.before, self.refused, self._loop = before, refused, loop
+        self._where = loop.where
+        self._while_room = KeepWhileRoom(self._room, self._is_short, self._largest_at)
         self._within: KeepWhileRoom | None = None
         self._within_steps = self._beside_bytes = 0
         self.is_bound = False
         """Whether a step that never gets a plan had no room in the budget, so that some values were swapped."""
+
+    def attached(self, attachment: Attached) -> None:
+        self._attachment = attachment
 
     def policy(self, *, is_refused: bool = False) -> StepPolicy:
         """Policy of a step that is to get a plan, or that will get none."""
@@ -107,6 +101,9 @@ class BeforePlan:
             self._within = KeepWhileRoom(room, self._binds, self._largest_at)
         vars(self).pop("_widest", None)
         return self._within
+
+    def _is_short(self) -> None:
+        self._attachment.memory_is_short()
 
     def _binds(self) -> None:
         self.is_bound = True
@@ -153,7 +150,7 @@ class BeforePlan:
     @functools.cached_property
     def _widest(self) -> dict[int, int]:
         """For each width of a matrix of the model, the largest other width. Either may be the input's."""
-        layers = (layer for layer in self._model.modules() if not isinstance(layer, torch.nn.Embedding))
+        layers = (layer for layer in self._loop.model.modules() if not isinstance(layer, torch.nn.Embedding))
         matrices = (one.shape for layer in layers for one in layer.parameters(recurse=False) if one.ndim == 2)
         widest = dict[int, int]()
         for pair in matrices:
@@ -163,8 +160,8 @@ class BeforePlan:
 
     def _to_come_bytes(self) -> int:
         """Bytes of gradients that do not exist yet, and of the state of optimizers that have not stepped."""
-        parameters = [one for one in own_tensors(self._model) if one.is_leaf and one.requires_grad]
-        stateful = {id(one) for optimizer in self._optimizers for one in optimizer.state}
+        parameters = [one for one in own_tensors(self._loop.model) if one.is_leaf and one.requires_grad]
+        stateful = {id(one) for optimizer in self._loop.optimizers for one in optimizer.state}
         tensors = ((gradient_of(one) is None) + STATES_PER_PARAMETER * (not stateful) for one in parameters)
         return sum(count * one.nbytes for count, one in zip(tensors, parameters, strict=True))
 
@@ -185,13 +182,6 @@ def cached_bytes(where: torch.device) -> int:
     )
     free -= int(stats["allocated_bytes"]["all"]["current"])
     return free if where.type == "cuda" and segments_expand() else max(0, free - fragments)
-
-
-def checked(name: str, mode: Mode) -> Unplanned:
-    """The mode that the argument names; raises ``UsageError``."""
-    if mode not in tuple(Unplanned):
-        raise UsageError(f'{name}: expected "in-core" or "swap", found {mode!r}')
-    return Unplanned(mode)
 
 
 def ranks_here() -> int:

@@ -1,6 +1,4 @@
-"""KnownPlans: the plans of a running loop, by kind of segment: being made, found in the cache, active; or why there is
-none.
-"""
+"""KnownPlans: fills the plan book of a running loop, by plans that another process makes, or that are in the cache."""
 
 from __future__ import annotations
 
@@ -9,9 +7,8 @@ import time
 
 import msgspec
 
-from poochplan.errors import InfeasibleError, PoochError, UsageError
+from poochplan.errors import InfeasibleError, PoochError
 from poochplan.formats.plan import Plan
-from poochplan.formats.plan_set import PlanSet
 from poochplan.formats.profile import Kind, Profile
 from poochplan.formats.profile_parts import MOST_BYTES, rounded_up
 from poochplan.formats.queries import in_flight_bytes
@@ -24,7 +21,7 @@ from poochplan.profiler.live.step_kinds import Key
 from poochplan.runtime.active_plan import ActivePlan, OverBudget
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.metering.census import left_free
-from poochplan.runtime.step_policies.follow import IndexedPlan
+from poochplan.runtime.plan_book import PlanBook
 from poochplan.units import parse_budget
 
 from .auto_messages import KNOWN, activated, infeasible, not_planned
@@ -35,7 +32,7 @@ from .ranks import Ranks
 
 
 class KnownPlans:
-    """State, by kind of segment: profiles, plans being made (``pending``), active plans (``active``), and more below.
+    """State: the plan book, by kind of segment (``book``), plans being made (``pending``), and more below.
 
     Parameters
     ----------
@@ -60,8 +57,7 @@ class KnownPlans:
     ) -> None:
         self.policy, self.on_refusal, self.on = policy, on_refusal, request.on
         self._budget, self._request = budget, request
-        self.active: dict[Key, ActivePlan] = {}
-        self.profiles: dict[Key, Profile] = {}
+        self.book = PlanBook()
         self.ready: list[tuple[Key, Plan]] = []
         """Plans that were found and are not active yet. With data-parallel ranks, all ranks activate them at once."""
         self._cache, self._messages = cache, messages
@@ -69,8 +65,6 @@ class KnownPlans:
         self.pending = PlanQueue(self.pauses, measures_here=measures_here)
         self.refused: dict[Key, int] = {}
         """Kinds that no plan fits, with the smallest budget of each."""
-        self.had_plan: set[Key] = set()
-        """Kinds that have had a plan. From then on their budget is kept."""
         self.doubted: set[Key] = set()
         """Kinds whose active plan predicts wrongly: the next plan replaces it, whatever that one predicts."""
         self._in_core: dict[tuple[str, int], int] = {}
@@ -107,7 +101,7 @@ class KnownPlans:
         """
         if key not in self.refused:
             return False
-        profile = self.profiles[key]
+        profile = self.book.profiles[key]
         inputs_bytes = sum(rounded_up(value.size_bytes) for value in profile.values if value.kind is Kind.INPUT)
         return self.refused[key] - inputs_bytes > self.budget_of(profile)
 
@@ -119,20 +113,6 @@ class KnownPlans:
             self.pending.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
             self.poll()
 
-    def choose(self, key: Key) -> tuple[ActivePlan, IndexedPlan] | None:
-        """The plan for exactly that kind; else that of the nearest larger inputs at the same place of the loop."""
-        found = self.active.get(key)
-        if found is not None:
-            return found, found.exact
-        others = [one for kind, one in self.active.items() if kind.is_beside(key) and one.plan.inputs]
-        if not others:
-            return None
-        try:
-            plan = PlanSet([one.plan for one in others]).choose(key.inputs)
-        except UsageError:  # inputs without shapes
-            return None
-        return next(((one, one.smaller) for one in others if one.plan is plan), None)
-
     # -- where plans come from --------------------------------------------------------------------------------
 
     def want(self, key: Key, profile: Profile, ahead_bytes: int, *, arena_room_bytes: int = 0) -> bool:
@@ -142,7 +122,7 @@ class KnownPlans:
 
         Raises ``InfeasibleError`` if no plan fits and the policy is an error.
         """
-        self.profiles[key] = profile
+        self.book.profiles[key] = profile
         budget_bytes = self.budget_of(profile)
         smallest_bytes = smallest_budget(profile, arena=self._request.arena)
         if smallest_bytes > budget_bytes:
@@ -153,7 +133,7 @@ class KnownPlans:
         room_bytes = left_free(in_flight_bytes(profile), budget_bytes - smallest_bytes - taken_bytes)
         arena_room_bytes = left_free(arena_room_bytes, budget_bytes - smallest_bytes - taken_bytes - room_bytes)
         if taken_bytes:
-            profile = self.profiles[key] = with_bytes_beside(profile, taken_bytes)
+            profile = self.book.profiles[key] = with_bytes_beside(profile, taken_bytes)
         request = msgspec.structs.replace(
             self._request,
             budget_bytes=budget_bytes,
@@ -182,8 +162,8 @@ class KnownPlans:
         for key, pending in self.pending.take_done():
             try:
                 plan = pending.plan()
-                self.profiles[key] = pending.profile()
-                self._keep(key, self.profiles[key], plan)
+                self.book.profiles[key] = pending.profile()
+                self.keep(key, self.book.profiles[key], plan)
                 self._found(key, plan)
             except PoochError as error:
                 self._messages.warn(not_planned(str(error)))
@@ -194,12 +174,12 @@ class KnownPlans:
         """Finds what an earlier run has stored for that kind, once. A profile without a plan is planned, or refused
         again.
         """
-        if key in self._looked_up or key in self.active:
+        if key in self._looked_up or key in self.book.active:
             return
         self._looked_up.add(key)
         profile, plan = self._cache.find(key) or (None, None)
         if profile is not None and plan is not None:
-            self.profiles[key] = profile
+            self.book.profiles[key] = profile
             self._found(key, plan)
         elif profile is not None and self.want(key, profile, ahead_bytes):
             self._messages.say(KNOWN)
@@ -207,7 +187,7 @@ class KnownPlans:
     def _found(self, key: Key, plan: Plan) -> None:
         if NO_EVALUATOR in plan.notes:
             self._tell_of_evaluator()
-        followed = self.active.get(key)
+        followed = self.book.active.get(key)
         is_better = followed is None or followed.plan.prediction.step_s > plan.prediction.step_s  # equal: the first
         if is_better or key in self.doubted:
             self.doubted.discard(key)
@@ -222,45 +202,38 @@ class KnownPlans:
 
     def activate(self, key: Key, plan: Plan) -> None:
         """Segments of that kind follow the plan from now on."""
-        self.withdraw(key)
-        self.active[key] = ActivePlan(key, plan)
+        self.book.withdraw(key)
+        self.book.put(key, plan)
         self._messages.say(activated(plan))
 
-    def withdraw(self, key: Key) -> None:
-        if self.active.pop(key, None) is not None:
-            self.had_plan.add(key)
-
-    def leave(self, key: Key) -> None:
-        """Like :meth:`withdraw`. The stored plan stays, because it may fit another run; another one is looked up."""
-        self.withdraw(key)
+    def leave(self, key: Key, plan: ActivePlan) -> None:
+        """Steps differ from the plan. It stays stored, because it may fit another run; another one is looked up."""
+        self.book.leave(plan)
         self._looked_up.discard(key)
         self._cache.leave(key)
 
-    def _keep(self, key: Key, profile: Profile, plan: Plan | None = None) -> None:
+    def keep(self, key: Key, profile: Profile, plan: Plan | None = None) -> None:
+        """Stores them for the next run, which makes the plan if there is none yet."""
         if line := self._cache.keep(key, profile, plan):
             self._messages.warn(line)
-
-    def keep_profile(self, key: Key, profile: Profile) -> None:
-        """Stores the profile, so that the next run continues from it."""
-        self._keep(key, profile)
 
     def keep_for_the_next_run(self, alike: list[tuple[Key, Key]]) -> None:
         """Stores plans that no step has followed yet, and which kinds are alike. The next run cannot find the latter by
         comparison.
         """
-        if any(NO_EVALUATOR in active.plan.notes for active in self.active.values()):
+        if any(NO_EVALUATOR in active.plan.notes for active in self.book.active.values()):
             self._tell_of_evaluator()
         for key, pending in self.pending.take_done():
             with contextlib.suppress(PoochError):
                 profile, plan = pending.profile(), pending.plan()
-                self.profiles[key] = profile
-                self._keep(key, profile, plan)
+                self.book.profiles[key] = profile
+                self.keep(key, profile, plan)
             pending.close()
-        for key, active in self.active.items():
+        for key, active in self.book.active.items():
             if not active.has_exceeded:
                 self._cache.was_right(key)
         for key, like in alike:
-            if like in self.active and like in self.profiles:
-                self._keep(key, self.profiles[like], self.active[like].plan)
+            if like in self.book.active and like in self.book.profiles:
+                self.keep(key, self.book.profiles[like], self.book.active[like].plan)
             elif self.is_refused_whatever_lives(like):
-                self._keep(key, self.profiles[like])
+                self.keep(key, self.book.profiles[like])

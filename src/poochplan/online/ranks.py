@@ -75,6 +75,10 @@ class Ranks:
         """From rank 0's last message."""
         self.steps = 0
         """Of the optimizers, on this rank as on every other."""
+        self._kinds: Counter[Key] | None = Counter()
+        """This rank's segments by kind; None once the ranks have compared theirs."""
+        self._has_shared = False
+        """Whether they have had a plan."""
         self._ordering: dist.Work | None = None
 
     @classmethod
@@ -100,11 +104,24 @@ class Ranks:
         self.steps += 1
         return not self.is_settled or self.steps == ALIKE_STEPS or self.steps % EVERY == 0
 
+    def saw(self, kind: Key) -> None:
+        """A segment of that kind begins on this rank."""
+        if self._kinds is not None:
+            self._kinds[kind] += 1
+
     def share(self, what: RankMessage | None) -> RankMessage | None:
         """The message of rank 0, if there is one. Every rank calls it after the same step.
 
-        Raises ``UsageError`` on every rank if the ranks did not get the same.
+        Raises ``UsageError`` on every rank if the ranks did not get the same, or once if their segments are not alike.
         """
+        shared = self._received(what)
+        self._has_shared |= shared is not None and bool(shared.plans)
+        if self._has_shared and self._kinds is not None and self.steps >= ALIKE_STEPS:
+            kinds, self._kinds = self._kinds, None
+            self.check_alike(kinds)
+        return shared
+
+    def _received(self, what: RankMessage | None) -> RankMessage | None:
         data = encode_readable(what) if what is not None else b""
         size = _numbers(len(data))
         dist.broadcast(size, 0, self._group)

@@ -4,42 +4,36 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 
 import msgspec
 import torch
 
 from poochplan.formats.plan import Decision, Plan
-from poochplan.formats.profile import Link, Profile
+from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import rounded_up
 from poochplan.formats.queries import with_kept
 from poochplan.online.known_plans import KnownPlans
 from poochplan.planner.arena.reserved import covers_reserved
 from poochplan.planner.whatif import with_bytes_beside
-from poochplan.profiler.live.loop_observer import LoopObserver
-from poochplan.profiler.live.segment_observer import SegmentObserver
-from poochplan.profiler.live.step_kinds import PATIENCE, UNUSED, Key, StepKind
-from poochplan.profiler.live.study import StudyOptions
-from poochplan.profiler.trials.machine_facts import with_cached_cost, with_known_cost
-from poochplan.runtime.active_plan import MOST_PLANS, REMEDY, STILL_GROWS, ActivePlan, OverBudget
+from poochplan.profiler.live.step_kinds import PATIENCE, UNUSED, Key, Loop, StepKind
+from poochplan.runtime.active_plan import MOST_PLANS, REMEDY, ActivePlan, OverBudget
 from poochplan.runtime.applying import check_model
 from poochplan.runtime.engine.cursor import Outcome, Segment
 from poochplan.runtime.messages import Messages
-from poochplan.runtime.metering.census import Growth, foreseen_bytes
+from poochplan.runtime.metering.census import Growth
 from poochplan.runtime.metering.watch import GROWS, MostBytes
-from poochplan.runtime.plan_source import KEPT_BY_PLAN, KEPT_FROM_NOW_ON, Attached
+from poochplan.runtime.plan_source import KEPT_BY_PLAN, KEPT_FROM_NOW_ON, Attached, PlanSource
 from poochplan.runtime.step_policies.follow import Follow
 from poochplan.runtime.step_policies.step_policy import KeepAll, StepPolicy, SwapEach
 from poochplan.torch_private.compiler_internals import is_compiled
-from poochplan.torch_private.hooks import Hooks
 from poochplan.units import format_bytes
 
 from . import auto_messages
 from .background import BackgroundBuild
 from .before_plan import BeforePlan, Unplanned
 from .promise import COPIES, Promise
-from .ranks import ALIKE_STEPS, Buckets, RankMessage, Ranks
+from .ranks import Buckets, RankMessage, Ranks
 
 MISSES = 8
 """After this many segments in a row that diverge from their plan, the kind is studied anew: the loop has changed for
@@ -51,52 +45,26 @@ CALM = 3
 """After this many segments that need no session it rests."""
 
 
-class StudiedPlans(LoopObserver):
-    """State: the plan that the open segment follows; by kind of segment, the memory outside it, how often it has
-    diverged from its plan, been studied, and been planned anew.
+class StudiedPlans(PlanSource):
+    """State: by kind of segment, the memory outside it, how often it has diverged from its plan, been studied, and been
+    planned anew.
 
     Parameters
     ----------
+    loop: what its observer knows of it.
     known: profiles and plans.
     build: the allocator's build; nothing is profiled before it is done.
+    before: for segments without a plan.
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        where: torch.device,
-        *,
-        spill_dir: str | Path | None,
-        link: Callable[[], Link],
-        known: KnownPlans,
-        build: BackgroundBuild,
-        before_plan: Unplanned,
-        messages: Messages,
+        self, loop: Loop, known: KnownPlans, build: BackgroundBuild, before: BeforePlan, messages: Messages
     ) -> None:
-        with_costs = with_known_cost if where.type == "cpu" else with_cached_cost
-        study_options = StudyOptions(
-            link=link,
-            fits=lambda one: self._before.has_room(one.in_core_peak_bytes, known.budget_of(one)),
-            room=lambda one: self._before.room_of(known.budget_of(one)),
-            has_arena=lambda: not known.had_plan,
-            with_costs=lambda one, kept: with_costs(one, where, kept),
-        )
-        super().__init__(model, optimizers, where, study_options, spill_dir)
-        self._known, self._build, self._messages = known, build, messages
-        refused = known.on_refusal
-        self._before = BeforePlan(
-            before_plan, refused, model, where, self.context.optimizers, lambda: self._attachment.memory_is_short()
-        )
-        self._is_one_region = is_compiled(model)
+        self.loop, self.book = loop, known.book
+        self._known, self._build, self._before, self._messages = known, build, before, messages
+        self._is_one_region = is_compiled(loop.model)
         self._ranks: Ranks | None = None
         self._buckets = Buckets()
-        self._kinds_to_compare: Counter[Key] | None = Counter()
-        """Segments by kind; None once the ranks have compared them."""
-        self._has_shared = False
-        """Whether the ranks have had a plan."""
-        self._following: ActivePlan | None = None
-        self._last: ActivePlan | None = None
         self._began_s = self._took_s = 0.0
         """When the open segment began, and how long it took up to the optimizer's step; 0 without one."""
         self._promises: dict[Key, Promise] = {}
@@ -104,15 +72,13 @@ class StudiedPlans(LoopObserver):
         self._missed, self._studies = Counter[Key](), Counter[Key]()
         self._matched = set[Key]()
         """Kinds of which a step has followed the present plan."""
-        self._grown, self._improved, self._without_arena = Counter[Key](), Counter[Key](), Counter[Key]()
-        """How often a kind was planned anew: because it took more memory, to wait less for copies, to have an arena."""
+        self._improved, self._without_arena = Counter[Key](), Counter[Key]()
+        """How often a kind was planned anew: to wait less for copies, to have an arena."""
         self._calm = self._calm_since = 0
         """How many segments in a row need no session (no plan is to come for them, or theirs moves nothing), and how
         often optimizers had stepped before them."""
         self._saved_bytes = 0
         """The most that one of them has saved."""
-        self._is_limited = False
-        """Whether the open segment has no plan and keeps within the budget by another rule."""
         self._is_calm = self._is_unplanned = False
         """Whether the open segment is one, and whether some of them have no plan."""
         self._woken_bytes = 0.0
@@ -120,20 +86,9 @@ class StudiedPlans(LoopObserver):
         self._arena_room_bytes = Counter[Key]()
         """Bytes by which the arenas of real steps have been larger than planned, all plans of a kind together."""
 
-    @property
-    def latest(self) -> ActivePlan | None:  # type: ignore[override]
-        return self._last or next(iter(self._known.active.values()), None)
-
-    @property
-    def plans(self) -> Mapping[Hashable, ActivePlan]:
-        return dict(self._known.active.items())
-
-    @property
-    def profiles(self) -> Mapping[Key, Profile]:
-        return self._known.profiles
-
-    def attached(self, attachment: Attached) -> Hooks:
-        hooks = super().attached(attachment)
+    def attached(self, attachment: Attached) -> None:
+        self._attachment = attachment
+        self._before.attached(attachment)
         self._ranks = Ranks.of(attachment.models.values())
         if self._ranks is not None:
             self._known.take_smallest(self._ranks)
@@ -142,16 +97,14 @@ class StudiedPlans(LoopObserver):
             self._messages.say(auto_messages.ONE_REGION)
         elif self._before.before is Unplanned.IN_CORE:
             self._messages.say(auto_messages.IN_CORE)
-        return hooks
 
     def close(self) -> None:
-        super().close()
-        self._known.keep_for_the_next_run(self.kinds.alike)
-        if any(key not in self._known.active for key in self._known.pending):
+        self._known.keep_for_the_next_run(self.loop.kinds.alike)
+        if any(key not in self.book.active for key in self._known.pending):
             self._messages.say(auto_messages.ENDED_UNPLANNED)
-        elif not self._known.profiles and self._is_studying:
+        elif not self.book.profiles and self.loop.is_studied:
             self._messages.say(auto_messages.ENDED_UNPROFILED)
-        elif not self._known.profiles and {kind.refused for kind in self.kinds.values()} == {UNUSED}:
+        elif not self.book.profiles and {kind.refused for kind in self.loop.kinds.values()} == {UNUSED}:
             self._messages.say(auto_messages.NO_BACKWARD)
         self._known.pending.close()
         self._messages.end()
@@ -171,18 +124,15 @@ class StudiedPlans(LoopObserver):
 
     # -- plans for segments ---------------------------------------------------------------------------------------
 
-    def following(self, segment: Segment) -> ActivePlan | None:
-        return self._following
-
-    def known(self, key: Key, segment: Segment) -> StepPolicy | SegmentObserver | None:
+    def known(self, own: Key, segment: Segment) -> StepPolicy | None:
         """None if the segment is to be studied. Between two segments it also takes over plans that are done, and
         pauses for work in the background.
         """
-        self._following, self._is_calm, self._is_limited = None, False, False
+        self.book.following, self._is_calm, self.limit_bytes = None, False, 0
         if self._ranks is not None and self._ranks.are_uneven():
             self._leave_ranks()
-        if self._ranks is not None and self._kinds_to_compare is not None and self._key is not None:
-            self._kinds_to_compare[self._key] += 1
+        if self._ranks is not None:
+            self._ranks.saw(own)
         if self._is_one_region:
             return self._before.policy()
         if not self._build.is_ready:
@@ -191,61 +141,47 @@ class StudiedPlans(LoopObserver):
             return self._before.policy()
         if not self._buckets.are_final(self._attachment.models.values(), segment.number):
             return self._before.policy()
+        key = self.loop.kinds.key_of(own)
         self._known.poll()
         if self._is_planner:
-            self._known.look_up(key, self._foreseen_bytes)
+            self._known.look_up(key, self.loop.foreseen_bytes)
         if self._ranks is None:
             self._take_ready()
-        waits = key in self._known.pending and key not in self._known.active
+        waits = key in self._known.pending and key not in self.book.active
         if waits or key in self._known.refused:
-            return self._without_plan(key, self._known.profiles[key], is_refused=key in self._known.refused)
-        found = self._known.choose(key)
+            return self._without_plan(key, self.book.profiles[key], is_refused=key in self._known.refused)
+        beside = (one for kind, one in self.book.active.items() if kind.is_beside(key) and one.plan.inputs)
+        found = self.book.choose(key, key.inputs, beside)
         if found is None:
             return None if self._is_planner else self._before.policy()
         plan, indexed = found
         if self._is_outgrown(plan, segment.number):
             return SwapEach(at_once=True)
-        self._last = self._following = plan
+        self.book.follow(plan)
         self._began_s, self._took_s = time.perf_counter(), 0.0
         self._is_calm = _keeps_all(plan.plan)
         return Follow(indexed, SwapEach())
-
-    def unplanned(self) -> StepPolicy:
-        return self._before.policy()
 
     def policy(self, kind: StepKind | None) -> StepPolicy:
         """The policy before there is a plan, and if there will be none."""
         if kind is None:
             return self._before.policy()
-        bound = self._within_budget(kind) if kind.varies else None
+        budget_bytes = self._known.budget_bytes if kind.varies else 0  # no share of a peak that varies too
+        bound = self._before.within(budget_bytes) if budget_bytes else None
         if bound is not None:
-            self._is_calm, self._is_limited = not self._before.is_bound, True
+            self._is_calm, self.limit_bytes = not self._before.is_bound, budget_bytes
+            self.limits_reserved = covers_reserved(self._known.on, is_known=self._before.knows_reserved)
             return bound
         policy = self._without_plan(kind.key, kind.profile, is_refused=bool(kind.refused))
         self._is_calm = not kind.is_studied and not self.is_planning(kind)
         return policy
-
-    def _within_budget(self, kind: StepKind) -> StepPolicy | None:
-        """The policy of steps that vary, which never get a plan. A share of their in-core peak is no budget: that peak
-        varies too.
-        """
-        budget_bytes = self._known.budget_bytes
-        return self._before.within(budget_bytes) if budget_bytes else None
-
-    @property
-    def limit_bytes(self) -> int:
-        return self._known.budget_bytes if self._is_limited else 0
-
-    @property
-    def limits_reserved(self) -> bool:
-        return covers_reserved(self._known.on, is_known=self._before.knows_reserved)
 
     def _without_plan(self, key: Key, profile: Profile | None, *, is_refused: bool) -> StepPolicy:
         """Keeps all values if that is known to fit the budget, and swaps if the budget was guaranteed."""
         self._is_calm = is_refused
         if profile is not None and self._known.in_core_bytes(profile) <= self._known.budget_of(profile):
             return KeepAll()
-        if not is_refused and key in self._known.had_plan:
+        if not is_refused and key in self.book.had_plan:
             return SwapEach(at_once=True)
         return self._before.policy(is_refused=is_refused)
 
@@ -257,9 +193,9 @@ class StudiedPlans(LoopObserver):
         """
         if self._ranks is not None or (self._calm < CALM and not self._is_one_region) or not self._build.is_ready:
             return None
-        known, is_studied = self._known, self._is_studying and self._calm < PATIENCE
-        plans = [one.plan for one in known.active.values()]
-        has_stepped = self._optimizer_steps - self._calm_since > 1 or not self._optimizer_steps or self._is_one_region
+        known, is_studied = self._known, self.loop.is_studied and self._calm < PATIENCE
+        plans = [one.plan for one in self.book.active.values()]
+        has_stepped = self.loop.steps - self._calm_since > 1 or not self.loop.steps or self._is_one_region
         if is_studied or not has_stepped or known.pending or known.ready or not all(map(_keeps_all, plans)):
             return None
         if self._before.is_bound:
@@ -277,7 +213,7 @@ class StudiedPlans(LoopObserver):
     @property
     def _keeps_limit(self) -> bool:
         """Whether all kinds without a plan keep within the budget."""
-        refused = [kind for kind in self.kinds.values() if kind.refused]
+        refused = [kind for kind in self.loop.kinds.values() if kind.refused]
         is_all = all(kind.varies for kind in refused) and not self._known.refused
         return bool(refused) and is_all and bool(self._known.budget_bytes) and self._before.can_bind
 
@@ -285,9 +221,9 @@ class StudiedPlans(LoopObserver):
         """Steps follow their plans again, or are looked at again to find kinds that were not there before."""
         self._woken_bytes = GROWS * peak_bytes
         self._matched.clear()  # steps may have changed long since
-        for plan in self._known.active.values():
+        for plan in self.book.active.values():
             plan.check_next()
-        if self._known.active:  # if it really exceeds its budget, that is told, and another plan is made
+        if self.book.active:  # if it really exceeds its budget, that is told, and another plan is made
             return ""
         if self._keeps_limit:
             self._before.is_bound = True
@@ -295,27 +231,24 @@ class StudiedPlans(LoopObserver):
         return auto_messages.grown(peak_bytes)
 
     def ended(self, segment: Segment) -> None:
-        super().ended(segment)
         self._calm = self._calm + 1 if self._is_calm and not segment.diverged else 0
-        self._calm_since = self._calm_since if self._calm else self._optimizer_steps
-        self._is_unplanned = self._calm > 0 and (self._is_unplanned or self._following is None)
+        self._calm_since = self._calm_since if self._calm else self.loop.steps
+        self._is_unplanned = self._calm > 0 and (self._is_unplanned or self.book.following is None)
         self._saved_bytes = max(self._saved_bytes, segment.saved_bytes)
-        plan, self._following = self._following, None
+        plan = self.book.following
         if plan is None or segment.outcome not in (Outcome.USED, Outcome.LEFT_OVER):
             return
-        key = self._key_of(plan)
+        key = plan.kind
         self._missed[key] = self._missed[key] + 1 if segment.diverged else 0
         is_longer = segment.diverged and segment.saved_values > len(plan.plan.saved)
         self._matched |= set() if segment.diverged else {key}
         is_other = self._missed[key] >= (MISSES << self._studies[key] if key in self._matched else UNMATCHED)
         if (is_longer or is_other) and self._ranks is None:
-            self._longest[key] = segment.saved_values if is_longer else 0
             self._studies[key] += 1
             self._missed[key] = 0
             self._matched.discard(key)
-            self._known.leave(key)
-            self._last = None if self._last is plan else self._last
-            self.forget(key)
+            self._known.leave(key, plan)
+            self.loop.kinds.study_again(key, segment.saved_values if is_longer else 0)
             self._messages.say(auto_messages.LEFT)
         elif self._took_s and not segment.diverged:
             self._report_if_slower(key, plan, segment)
@@ -325,7 +258,7 @@ class StudiedPlans(LoopObserver):
         promise = self._promises.get(key)
         if promise is None or promise.plan is not plan.plan:
             promise = self._promises[key] = Promise(plan.plan)
-        why, profile = promise.took(self._took_s, segment.report), self._known.profiles.get(key)
+        why, profile = promise.took(self._took_s, segment.report), self.book.profiles.get(key)
         if not why:
             return
         again = why == COPIES and profile is not None and not self._improved[key]
@@ -339,8 +272,8 @@ class StudiedPlans(LoopObserver):
         """Plans with room for the arena: a stored plan may be of a loop that held outputs for another time. The other
         plan's decisions need another arena, which may lack bytes again.
         """
-        key = self._key_of(plan)
-        profile, is_pending = self._known.profiles.get(key), key in self._known.pending
+        key = plan.kind
+        profile, is_pending = self.book.profiles.get(key), key in self._known.pending
         if profile is None or self._without_arena[key] == MOST_PLANS or self._ranks is not None or is_pending:
             return
         self._without_arena[key] += 1
@@ -365,11 +298,12 @@ class StudiedPlans(LoopObserver):
                 self._messages.warn(auto_messages.without_plan(kind.refused, self._before.refused, bound_bytes))
             return
         beside = self._beside[kind.key] = kind.growth
-        is_wanted = self._known.want(kind.key, profile, beside.ahead_bytes(self._number, kind.foreseen_bytes))
+        ahead_bytes = beside.ahead_bytes(self._attachment.engine.segment.number, kind.foreseen_bytes)
+        is_wanted = self._known.want(kind.key, profile, ahead_bytes)
         if is_wanted:
-            self._messages.say(auto_messages.profiled(kind.segments, len(self._known.profiles)))
+            self._messages.say(auto_messages.profiled(kind.segments, len(self.book.profiles)))
         if is_wanted or self._known.is_refused_whatever_lives(kind.key):
-            self._known.keep_profile(kind.key, profile)
+            self._known.keep(kind.key, profile)
 
     def is_planning(self, kind: StepKind) -> bool:
         return kind.key in self._known.pending
@@ -378,61 +312,41 @@ class StudiedPlans(LoopObserver):
         """Plans in the other process; segments swap until the plan is ready. Ranks get no new plan, because each has
         measured its own bytes: they continue together as before.
         """
-        key = self._key_of(plan)
-        profile = self._known.profiles.get(key)
-        if profile is None or self._ranks is not None:
-            return REMEDY
-        if self._grown[key] == MOST_PLANS:
-            return STILL_GROWS
-        self._grown[key] += 1
-        self._want_another(key, profile, more_bytes)
-        return f"another plan is made that has room for {format_bytes(more_bytes)} more"
+        why_not = REMEDY if self._ranks is not None else self.book.why_not_again(plan.kind)
+        if not why_not:
+            self._want_another(plan.kind, more_bytes)
+        return why_not or f"another plan is made that has room for {format_bytes(more_bytes)} more"
 
     def keep(self, plan: ActivePlan, names: Iterable[str]) -> str:
         """Plans in the other process; until then steps follow the present plan, but keep these values."""
-        key = self._key_of(plan)
-        profile = self._known.profiles.get(key)
+        key = plan.kind
+        profile = self.book.profiles.get(key)
         if profile is None or self._ranks is not None:
             return KEPT_FROM_NOW_ON
         self._want_meanwhile(key, with_kept(profile, names))
         return KEPT_BY_PLAN if key in self._known.pending else KEPT_FROM_NOW_ON
 
-    def _want_another(self, key: Key, profile: Profile, more_bytes: int) -> None:
-        self._known.withdraw(key)
-        profile = with_bytes_beside(profile, more_bytes)
-        ahead_bytes = self._beside[key].ahead_bytes(self._number, self._foreseen_bytes)
+    def _want_another(self, key: Key, more_bytes: int) -> None:
+        self.book.times[key] += 1
+        self.book.withdraw(key)
+        profile = with_bytes_beside(self.book.profiles[key], more_bytes)
+        number = self._attachment.engine.segment.number
+        ahead_bytes = self._beside[key].ahead_bytes(number, self.loop.foreseen_bytes)
         self._known.want(key, profile, ahead_bytes, arena_room_bytes=self._arena_room_bytes[key])
 
     def _is_outgrown(self, plan: ActivePlan, number: int) -> bool:
         """Whether the memory outside the step now makes the plan exceed its budget. If so, another plan is made, unless
         it grows on and on: then the step is reported that exceeds its budget.
         """
-        key = self._key_of(plan)
-        profile, beside = self._known.profiles.get(key), self._beside[key]
-        if self._known.policy is not OverBudget.REPLAN or profile is None:
+        key, beside = plan.kind, self._beside[plan.kind]
+        is_due = plan.is_due or beside.is_due(number)
+        if self._known.policy is not OverBudget.REPLAN or not is_due or self.book.why_not_again(key):
             return False
-        if not (plan.is_due or beside.is_due(number)) or self._grown[key] == MOST_PLANS:
-            return False
-        more_bytes = beside.outgrown(number, profile, plan.plan, self.context.where.type)
+        more_bytes = beside.outgrown(number, self.book.profiles[key], plan.plan, self.loop.where.type)
         if more_bytes:
-            self._grown[key] += 1
             self._messages.say(auto_messages.OUTGROWN)
-            self._want_another(key, profile, more_bytes)
+            self._want_another(key, more_bytes)
         return bool(more_bytes)
-
-    @staticmethod
-    def _key_of(plan: ActivePlan) -> Key:
-        assert isinstance(plan.kind, Key)
-        return plan.kind
-
-    @property
-    def _number(self) -> int:
-        """Of the segment that begins, or began last."""
-        return self._attachment.engine.segment.number
-
-    @property
-    def _foreseen_bytes(self) -> int:
-        return foreseen_bytes(self.context.optimizers, self.context.where.type)
 
     # -- ranks ----------------------------------------------------------------------------------------------------
 
@@ -441,24 +355,19 @@ class StudiedPlans(LoopObserver):
         return self._ranks is None or self._ranks.is_first
 
     @property
-    def _is_studying(self) -> bool:
-        return any(kind.is_studied for kind in self.kinds.values())
-
-    @property
     def _is_all_planned(self) -> bool:
         known = self._known
-        return bool(known.active or known.ready) and not known.pending and not self._is_studying
+        return bool(self.book.active or known.ready) and not known.pending and not self.loop.is_studied
 
     @property
     def _is_settled(self) -> bool:
         """Whether nothing is profiled or planned, and something has been, or nothing ever will be."""
-        is_idle = not self._known.pending and not self._is_studying
-        return self._is_one_region or (is_idle and bool(self._known.profiles or self._known.active))
+        is_idle = not self._known.pending and not self.loop.is_studied
+        return self._is_one_region or (is_idle and bool(self.book.profiles or self.book.active))
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Ranks share their plans here, because all of them have come to the same step."""
-        super().stepped(optimizer)
-        if self._optimizer_steps == 1 and self._attachment.is_resting:  # what seemed to be all steps is a part of one
+        if self.loop.steps == 1 and self._attachment.is_resting:  # what seemed to be all steps is a part of one
             self._attachment.wakes_next()
         self._took_s = time.perf_counter() - self._began_s
         if self._ranks is not None and self._ranks.are_due():
@@ -478,18 +387,14 @@ class StudiedPlans(LoopObserver):
         ready, is_settled = self._known.ready, self._is_settled
         is_news = bool(ready) or is_settled is not self._ranks.is_settled
         tells = self._ranks.is_first and (is_news or even_nothing)
-        message = RankMessage(ready, self.kinds.alike, self._is_all_planned, is_settled) if tells else None
+        message = RankMessage(ready, self.loop.kinds.alike, self._is_all_planned, is_settled) if tells else None
         shared = self._ranks.share(message)
         self._known.ready = []
-        self._has_shared |= shared is not None and bool(shared.plans)
-        if self._has_shared and self._kinds_to_compare is not None and self._ranks.steps >= ALIKE_STEPS:
-            kinds, self._kinds_to_compare = self._kinds_to_compare, None
-            self._ranks.check_alike(kinds)
         if shared is None:
             return False
-        self.kinds.take(shared.alike)
+        self.loop.kinds.take(shared.alike)
         for key, plan in shared.plans:
-            check_model(plan.model, self.context.model, "plan of rank 0")
+            check_model(plan.model, self.loop.model, "plan of rank 0")
             self._known.activate(key, plan)
         return shared.is_all
 
