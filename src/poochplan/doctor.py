@@ -314,7 +314,7 @@ def other_formulas(nodes: Collection[str]) -> Finding:
 
 def _noting(run: Callable[..., Any], nodes: set[str]) -> Callable[..., Any]:
     def noted(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        nodes.update(map(name_of, nodes_behind(outputs)))
+        nodes.update(name_of(node.name()) for node in nodes_behind(outputs))
         return run(outputs, *args, **kwargs)
 
     return noted
