@@ -152,7 +152,8 @@ class Copies {
     const c10::Device where = inward_.stream.device();
     const c10::OptionalDeviceGuard here(where);
     c10::Allocator* allocator = c10::GetAllocator(where.type());
-    return {c10::Storage::use_byte_size_t(), size_bytes, allocator->allocate(size_bytes), allocator, true};
+    const auto bytes = static_cast<size_t>(size_bytes);
+    return {c10::Storage::use_byte_size_t(), bytes, allocator->allocate(bytes), allocator, true};
   }
 
   c10::Event taken(const c10::Stream& stream) {
