@@ -144,6 +144,7 @@ class Attachment:
                 hooks = self._until_let_go(*hooks)
             self._hooks = uncompiled_hooks(*hooks, partial(self.engine.planned.before, guard=self.guard))
             self._held.callback(self.engine.planned.close)
+            self._held.callback(self.engine.tape.clear)
             self.state, self._thread = "open", threading.get_ident()
             stack.enter_context(stand_aside(self._hooks))
             stack.callback(self._unhook)

@@ -28,7 +28,7 @@ class CudaDevice(AcceleratorDevice):
 
     def _pinner(self) -> Callable[[int], PinnedMemory]:
         cupy = fitting_cupy(cupy_or_none(), self.where)
-        self._memcpy, self.memcpy_address = memcpy_async(cupy), memcpy_address()
+        self._memcpy, self._memcpy_address = memcpy_async(cupy), 0
         near = processors_near(self.where)
 
         def pin(size_bytes: int) -> PinnedMemory:
@@ -36,6 +36,11 @@ class CudaDevice(AcceleratorDevice):
                 return PinnedMemory(size_bytes, cupy, near, self._not_pinned)
 
         return pin
+
+    @property
+    def memcpy_address(self) -> int:  # type: ignore[override]
+        self._memcpy_address = self._memcpy_address or memcpy_address()
+        return self._memcpy_address
 
     def _counted_bytes(self) -> str:
         """Raises ``UsageError`` for an allocator that keeps no statistics."""

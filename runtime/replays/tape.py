@@ -240,8 +240,13 @@ class Tape:
         """Counters of the last write, until torch has moved them."""
 
     def __del__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops all records: nothing is replayed from them any more."""
         for records in (self._recorded, *(records for _, records in self._kept)):
             _break_circles(records)
+        self._registry, self._earlier, self._recorded, self._kept, self._unsettled = {}, {}, [], [], []
 
     def forget(self, is_held: Callable[[], bool] = lambda: False) -> None:
         """Starts without records. Old records are dropped as soon as ``is_held`` says that no handle of theirs is left.
