@@ -19,8 +19,11 @@ from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.replays import compiled_tape
 from poochplan.runtime.replays.compiled_tape import TAPE
 from poochplan.torch_private.tensor_internals import mode_count
+from tests.runtime.faults import _ctrl_c_is_heard
 from tests.runtime.nets import CASES, Case, Net, equal, of, snapshot, taken
 from tests.runtime.third_party_networks import NETWORKS, QUICK
+
+__all__ = ["_ctrl_c_is_heard"]
 
 CPU = torch.device("cpu")
 KINDS = FUNCTION, LOOP = "function", "loop"

@@ -30,6 +30,8 @@ __all__ = ["_ctrl_c_is_heard", "leaves_nothing", "plan", "swaps"]
 pytestmark = [pytest.mark.cpu_device, pytest.mark.usefixtures("one_thread", "copied_by_threads")]
 
 MOMENTS = 40
+LAST_S = 10.0
+"""A thread has so long to end."""
 
 
 def interrupt() -> None:
@@ -193,5 +195,8 @@ def test_after_an_interrupt_amid_our_code_nothing_is_left_and_steps_are_plain(
         assert_nothing_is_on(run.model)
         del run
         gc.collect()
+        end_s = time.monotonic() + LAST_S
+        while (open_files(), threading.active_count()) != (files, threads) and time.monotonic() < end_s:
+            time.sleep(0.01)  # a thread whose stream has died ends by itself
         assert (open_files(), threading.active_count()) == (files, threads), place
     assert arrived > MOMENTS // 2
