@@ -122,6 +122,8 @@ class Attachment:
             if self.guard is not None:
                 stack.callback(stand(self.guard))
             self._held.callback(self._short.close)
+            if self._source.gives_up:
+                self.memory_is_short()
             self.device = self._held.enter_context(closing(self._open_device()))
             self.engine = Engine(
                 self._observer,

@@ -61,6 +61,8 @@ class PlanSource:
 
     is_given = False
     """Whether the user gave the plans. Then the session complains about steps that follow none."""
+    gives_up = False
+    """Whether values leave the device from the first step on."""
     limit_bytes = 0
     """What the open segment, which follows no plan, is to take at most; 0 if that does not matter."""
     limits_reserved = False
@@ -224,15 +226,14 @@ class GivenPlans(PlanSource):
         """The engine's, once the session has begun."""
         self._name = next(iter(plans))
         self._latest = {name: one for name, (one, *_) in self._of.items()}
+        values = (value for one in self.book.active.values() for value in one.plan.values)
+        self.gives_up = any(value.decision is not Decision.KEEP for value in values)
         self._beside_bytes = Counter[str]()
 
     def _put(self, name: str, plan: Plan) -> ActivePlan:
         return self.book.put((name, *plan.inputs) if name in self._sets else name, plan)
 
     def attached(self, attachment: Attached) -> None:
-        values = (value for one in self.book.active.values() for value in one.plan.values)
-        if any(value.decision is not Decision.KEEP for value in values):
-            attachment.memory_is_short()
         self._fallbacks = attachment.engine.fallbacks
         self._ranks = self._planner.ranks_of(attachment.models.values()) if self._planner is not None else None
         if self._ranks is not None:
