@@ -13,6 +13,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,7 +104,8 @@ def built(kind: str, tree: Path, out: Path) -> Path:
 def unpacked(sdist: Path, tree: Path) -> Path:
     """The tree that an sdist holds, which is moved there."""
     with tarfile.open(sdist) as archive:
-        archive.extractall(tree.with_suffix(".out"), filter="data")
+        filters: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # not in Python 3.11.2
+        archive.extractall(tree.with_suffix(".out"), **filters)
     (inside,) = tree.with_suffix(".out").iterdir()
     return inside.rename(tree)
 
