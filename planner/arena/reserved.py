@@ -149,7 +149,8 @@ class FittingReserved(Fitting):
         fewest; of several with the fewest, the shortest.
         """
         taken_bytes = self._taken(shortest)[0]
-        assert self._fewest is not None, "one has just been looked at"
+        if self._fewest is None:  # each that was looked at has more bytes in use than the budget
+            return shortest
         fewest_bytes, fewest = self._fewest
         is_near = shortest.peak_bytes <= self._budget_bytes and taken_bytes <= (1 + MORE_FOR_LESS) * fewest_bytes
         return shortest if is_near else fewest

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -28,7 +29,7 @@ class CudaDevice(AcceleratorDevice):
 
     def _pinner(self) -> Callable[[int], PinnedMemory]:
         cupy = fitting_cupy(cupy_or_none(), self.where)
-        self._memcpy, self._memcpy_address = memcpy_async(cupy), 0
+        self._memcpy = memcpy_async(cupy)
         near = processors_near(self.where)
 
         def pin(size_bytes: int) -> PinnedMemory:
@@ -37,10 +38,9 @@ class CudaDevice(AcceleratorDevice):
 
         return pin
 
-    @property
+    @cached_property
     def memcpy_address(self) -> int:  # type: ignore[override]
-        self._memcpy_address = self._memcpy_address or memcpy_address()
-        return self._memcpy_address
+        return memcpy_address()
 
     def _counted_bytes(self) -> str:
         """Raises ``UsageError`` for an allocator that keeps no statistics."""

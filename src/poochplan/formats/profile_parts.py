@@ -356,8 +356,7 @@ class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
 
     They are measured on a separate small network. In a profile of mode ``run``, the time of handles is measured on the
     model itself, and on CUDA that of launches; so are the costs of recording and replays, and on the CPU of swaps, in
-    that of a step function with short ops.
-    ``docs/semantics.md`` says where in a step they are spent. All are at least 0.
+    that of a step function with short ops. ``docs/semantics.md`` says where they are spent. All are at least 0.
     """
 
     handle_s: Seconds
@@ -373,8 +372,7 @@ class RuntimeCost(msgspec.Struct, frozen=True, kw_only=True):
     launch_s: Seconds = 0.0
     """For each plain op, if the thread is ahead of the device. 0 on the CPU, where an op's duration includes it."""
     phase_launch_s: dict[Phase, Seconds] = {}
-    """The same in the phases of the model's own steps, with what its Python does between ops; empty if these were not
-    measured."""
+    """The same by phase of the model's own steps, with their Python between ops; empty if that was not measured."""
     unpack_s: Seconds = 0.0
     """The unpack's part of ``handle_s``."""
     fetch_s: Seconds = 0.0
