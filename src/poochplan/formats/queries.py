@@ -4,6 +4,7 @@ that help plans.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -69,8 +70,8 @@ GLOO_THREADS = 2
 
 
 def in_flight_bytes(profile: ProfileData) -> int:
-    """On the CPU, bytes that a step on several ranks may take beyond its lifetimes: gloo's threads keep a collective's
-    buffers until they run again.
+    """On the CPU, bytes that a step on several ranks may take beyond its lifetimes: each of gloo's threads keeps the
+    buffers of its last collective until it runs again.
 
     Under FSDP2 they are as large as the weights that are gathered at once. Under tensor parallelism each thread may
     keep what one collective reads and what it gives.
@@ -82,10 +83,8 @@ def in_flight_bytes(profile: ProfileData) -> int:
         if value.stretch_of >= 0:
             at_once[value.born_tick] += profile.rounded_bytes(value.size_bytes)
     collectives = ({*op.inputs, *op.outputs} for op in profile.ops if op.name.startswith(COLLECTIVES))
-    largest_bytes = max(
-        (sum(profile.rounded_bytes(profile.values[one].size_bytes) for one in both) for both in collectives), default=0
-    )
-    return max(at_once.values(), default=0) + GLOO_THREADS * largest_bytes
+    exchanged = (sum(profile.rounded_bytes(profile.values[one].size_bytes) for one in both) for both in collectives)
+    return GLOO_THREADS * max(itertools.chain(at_once.values(), exchanged), default=0)
 
 
 def swap_seconds(profile: ProfileData, size_bytes: int) -> float:
