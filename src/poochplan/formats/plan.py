@@ -35,11 +35,11 @@ from .profile_parts import (
     host_aligned,
 )
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 """Version 2 has what ended the search (``evaluations``, ``seed``); 3 has the runtime's own seconds in the step; 4 has
 what the peaks count, and the layout of an arena; 5 has what is recomputed inside compiled graphs; 6 has overheads
 relative to PyTorch alone; 7 has sources (``PlannedValue.source``). Files of 8 and 9 may hold values in narrow forms,
-which are refused."""
+which are refused; 10 has chunks of optimizer state (``StateChunk``)."""
 RUNTIME_IN_STEP = 3
 """The first version whose ``Prediction.step_s`` holds ``runtime_s``."""
 MOST_OF_COPIES = 10
@@ -94,6 +94,24 @@ class PointActions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Values recomputed here, in this order."""
     record: Literal["on", "off", ""] = ""
     """Switches the recording of ops for replay on or off, from the next op on."""
+
+
+class StateChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Parameters of one optimizer that are stepped together, and where their state is between steps.
+
+    Exact meaning: ``docs/optimizer-state.md``.
+    """
+
+    optimizer: Index
+    """Index into ``Profile.optimizers``."""
+    first: Index
+    """The first of its parameters, in the order of the groups."""
+    count: Count
+    """The number of its parameters."""
+    size_bytes: Bytes
+    """Bytes of their state that may leave the device."""
+    streamed: bool = False
+    """Whether that state is in the host tier between the optimizer's steps."""
 
 
 OUTSIDE = -1
@@ -193,6 +211,9 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     """Handle of each use point, in order."""
     schedule: tuple[PointActions, ...]
     """The points that have actions, in the order of the clock."""
+    state: tuple[StateChunk, ...] = ()
+    """The chunks of all optimizers of which some state is streamed, in the order in which they are stepped. Empty if all
+    state stays on the device: optimizers then step as without a session."""
     layout: Layout | None = None
     """The places of its blocks in an arena; None without one."""
     replays: tuple[Text, ...] = ()
@@ -203,6 +224,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     def fingerprint(self) -> str:
         """Digest of instructions, model, inputs and budget, without predictions."""
         content = (self.instructions, self.model.fingerprint, self.inputs, self.budget_bytes)
+        content += (self.state,) if self.state else ()
         return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
     @property

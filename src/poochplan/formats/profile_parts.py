@@ -24,11 +24,12 @@ from poochplan.units import format_bytes
 
 from .files import Document
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 """Version 2 has more costs of the launching thread (``RuntimeCost``); 3 has how the step was run (``StepFacts``); 4 has
 the blocks that each op takes (``OpBlock``); 5 has which nodes of compiled graphs save a value; 6 has the step's time by
 PyTorch alone (``StepTimes.plain_step_s``); 7 has the values that are stretches of one storage
-(``Value.stretch_of``); 8 has launches by phase (``RuntimeCost.phase_launch_s``)."""
+(``Value.stretch_of``); 8 has launches by phase (``RuntimeCost.phase_launch_s``); 9 has the state of each parameter
+(``OptimizerState``)."""
 HOST_ALIGNMENT_BYTES = 4096
 """Every swapped value begins at a multiple of this in host memory and in the spill file."""
 ALLOCATION_UNIT_BYTES = 512
@@ -402,6 +403,19 @@ class StepFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Number of distinct ops whose inner allocations are unknown, if those of others are known (mode ``fake``)."""
 
 
+class OptimizerState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The state of one optimizer that steps the model's parameters: what of it may leave the device between steps."""
+
+    name: Text
+    """The optimizer's class, for example ``AdamW``."""
+    separable: bool = False
+    """Whether steps of some parameters after the others have the bits of one step of all. Only then may a plan cut the
+    parameters into chunks."""
+    parameters: tuple[tuple[Index, ...], ...] = ()
+    """By parameter, in the order of the groups: the values of its state that may leave the device. Small ones, and those
+    that something other than the optimizer's state holds, may not."""
+
+
 class ModelSignature(msgspec.Struct, frozen=True, kw_only=True):
     """Identifies the model: every parameter and buffer in order, independent of the machine."""
 
@@ -451,6 +465,9 @@ class ProfileData(Document, frozen=True, kw_only=True, dict=True):
     """Seconds that ops and the runtime take of the launching thread; None if they were not measured."""
     facts: StepFacts | None = None
     """How the step was run; None in profiles of schema 2 and before."""
+    optimizers: tuple[OptimizerState, ...] = ()
+    """The optimizers that step the model's parameters, in the order in which they first step; empty in profiles of
+    schema 8 and before."""
     notes: tuple[Text, ...] = ()
     assumed: tuple[Text, ...] = ()
     """Assumptions in place of measurements (``planner/whatif.py``); plans made from them are estimates."""
