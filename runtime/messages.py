@@ -19,6 +19,10 @@ from typing import Any, NamedTuple
 from poochplan.guard import raises
 
 _NOT_THEIRS = ("poochplan", "torch", "contextlib", "weakref", "concurrent", "threading")
+HOST_IS_FULL = (
+    "there is no room for {} of swapped values ({}): those that find none stay on the device, and steps may exceed the "
+    "budget; free disk space or host memory, or name another spill_dir"
+)
 _SUSPENDS = 0x20 | 0x80 | 0x200
 """``CO_GENERATOR``, ``CO_COROUTINE``, ``CO_ASYNC_GENERATOR``: such a frame leaves the stack from time to time."""
 

@@ -20,7 +20,7 @@ from poochplan.runtime.engine.audit import Comparison, OnAudit, differences_text
 from poochplan.runtime.engine.cursor import Segment, StepEvents, nothing, weakly
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.engine.saved_value import SavedValue
-from poochplan.runtime.messages import Messages
+from poochplan.runtime.messages import HOST_IS_FULL, Messages
 from poochplan.runtime.metering.holders import held_beside
 from poochplan.runtime.metering.step_meter import StepMeter, When, described
 from poochplan.runtime.metering.watch import MostBytes, Watch
@@ -31,13 +31,9 @@ from .active_plan import ActivePlan, OverBudget, out_of_memory_text
 from .arena.step_arena import StepArena
 from .attachment import Attachment
 from .budget_keeper import FROM_TORCH, BudgetKeeper
+from .optimizer_state.steps import SteppedInChunks
 from .plan_source import KEPT_FROM_NOW_ON, Planner, PlanSource, StepObserver
 from .run_report import ArenaReport, MemoryPeaks, Report, StepReport
-
-HOST_IS_FULL = (
-    "there is no room for {} of swapped values ({}): those that find none stay on the device, and steps may exceed the "
-    "budget; free disk space or host memory, or name another spill_dir"
-)
 
 
 class Session:
@@ -112,6 +108,8 @@ class Session:
             self._warns_if_full(lambda: self._device.reserve_host(self._engine.host.planned_bytes))
             stack.callback(self._meter.step_is_over)
             stack.callback(self._step_arena.close)
+            self._chunked = SteppedInChunks(self._models, self._attachment, self._messages.warn)
+            stack.callback(self._chunked.close)
             self._collect()
             self._engine.audit.compares_unplanned = self._on_audit is not OnAudit.OFF
             self._device.start_peaks()
@@ -430,6 +428,7 @@ class Session:
         if reason := self._step_arena.why_not(plan.plan):
             self._messages.warn(f"{FROM_TORCH}, and not from one arena: {reason}")
         self._warns_if_full(lambda: self._engine.make_room([plan.plan.instructions]))
+        self._chunked.follow(self._engine.segment.model or next(iter(self._models)), plan.plan.state)
 
     def _check_gradients(self, segment: Segment, plan: Plan) -> None:
         live_bytes = segment.gradient_bytes
@@ -451,6 +450,7 @@ class Session:
 
     def _optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         self._observer.optimizing(optimizer)
+        self._chunked.meets(optimizer)
         if complaint := self._totals.optimizing(self._engine.segment):
             self._messages.warn(complaint)
         self._step_arena.optimizer_steps(optimizer)

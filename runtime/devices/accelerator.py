@@ -8,6 +8,7 @@ own way to pin and to queue copies.
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -206,9 +207,16 @@ class AcceleratorDevice:
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
         return new_storage(size_bytes, self.where)
 
-    def reserve_host(self, size_bytes: int, first: int = 0) -> None:
+    def reserve_host(self, size_bytes: int, first: int = 0, *, lasting: bool = False) -> None:
         """Pins those bytes that are not pinned, at their exact size."""
-        self._host.reserve(size_bytes, first)
+        self._host.reserve(size_bytes, first, lasting=lasting)
+
+    def host_view(self, size_bytes: int, first: int) -> torch.Tensor:
+        """The pinned memory itself, which is then released with the last tensor on it."""
+        part, *others = self.parts(first, size_bytes)
+        if others:
+            raise OSError(errno.ENOMEM, "the bytes lie in several pieces of pinned memory")
+        return part.memory.tensor[part.offset : part.offset + size_bytes]
 
     def trim_host(self, taken: Sequence[Interval]) -> None:
         """Blocks the calling thread if there is memory to release: copies of the dead values there may still run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import queue
 import shutil
@@ -293,9 +294,13 @@ class CpuDevice(ComputesWhenCalled):
             stack.callback(self.inward.close)
             self._stack = stack.pop_all()
 
-    def reserve_host(self, size_bytes: int, first: int = 0) -> None:
+    def reserve_host(self, size_bytes: int, first: int = 0, *, lasting: bool = False) -> None:
         """Extends the file, and writes every block from ``first`` on once. Raises ``OSError`` if the disk is full."""
         self.file.write_ahead(first + size_bytes, first)
+
+    def host_view(self, size_bytes: int, first: int) -> torch.Tensor:
+        """A shared mapping of the file: the system keeps both alike, and the file alive."""
+        return torch.frombuffer(mmap.mmap(self.file.descriptor, size_bytes, offset=first), dtype=torch.uint8)
 
     def trim_host(self, taken: Sequence[Interval]) -> None:
         """Cuts the file after the last of them; it has no holes that could be released."""

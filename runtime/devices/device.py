@@ -77,11 +77,17 @@ class ComputeDevice(Protocol):
         stream.
         """
 
-    def reserve_host(self, size_bytes: int, first: int = 0) -> None:
-        """Prepares the ``size_bytes`` of the host tier from ``first`` on for their use.
+    def reserve_host(self, size_bytes: int, first: int = 0, *, lasting: bool = False) -> None:
+        """Prepares the ``size_bytes`` of the host tier from ``first`` on for their use: those of a plan, in place of
+        the plan before, or ``lasting`` ones beside it.
 
         No value lies there, but copies of dead values may still be queued. Other places stay unchanged. Raises
         ``OSError`` if the memory is not available.
+        """
+
+    def host_view(self, size_bytes: int, first: int) -> torch.Tensor:
+        """The bytes of the host tier from ``first`` on, reserved together, as a CPU tensor that reads and writes them.
+        They stay readable while it lives, also after :meth:`close`. Raises ``OSError``.
         """
 
     def trim_host(self, taken: Sequence[Interval]) -> None:

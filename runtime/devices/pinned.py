@@ -101,20 +101,30 @@ class PinnedTier:
         self._page_bytes = page_bytes
         self._pieces: list[Piece] = []
         self._room: Interval = (0, 0)
+        self._lasting: list[Interval] = []
         self._pages_pinned = 0
         self._ahead: deque[Future[Any]] = deque()
         self._thread: ThreadPoolExecutor | None = None
 
     @property
     def behind_bytes(self) -> int:
-        """Bytes of the pieces that do not belong completely to a plan."""
-        first, behind = self._room
-        return sum(one.behind - one.first for one in self._pieces if one.first < first or one.behind > behind)
+        """Bytes of the pieces that do not belong completely to a plan, or to what lasts."""
+        rooms = [self._room, *self._lasting]
+        return sum(
+            one.behind - one.first
+            for one in self._pieces
+            if not any(first <= one.first and one.behind <= behind for first, behind in rooms)
+        )
 
-    def reserve(self, size_bytes: int, first: int = 0) -> None:
-        """Pins the missing part of the ``size_bytes`` from ``first`` on, at its exact size. Raises ``OSError``."""
+    def reserve(self, size_bytes: int, first: int = 0, *, lasting: bool = False) -> None:
+        """Pins the missing part of the ``size_bytes`` from ``first`` on, at its exact size: for a plan, in place of the
+        plan before, or for what is ``lasting`` beside it. Raises ``OSError``.
+        """
         for missing in list(self._missing(first, first + size_bytes)):
             self._add(missing)
+        if lasting:
+            self._lasting.append((first, first + size_bytes))
+            return
         self.forget_ahead()  # few steps of a plan need more
         self._room = (first, first + size_bytes)
 
@@ -358,7 +368,9 @@ class PinnedMemory:
                 refused(str(error))
         if self._owner is not None:
             self.pointer = int(self._owner.ptr)
-            self.tensor = torch.frombuffer((ctypes.c_ubyte * size_bytes).from_address(self.pointer), dtype=torch.uint8)
+            buffer: Any = (ctypes.c_ubyte * size_bytes).from_address(self.pointer)
+            buffer.owner = self._owner  # views of the tensor may outlive this object
+            self.tensor = torch.frombuffer(buffer, dtype=torch.uint8)
             return
         self.tensor = _mapped(size_bytes)
         self.pointer = self.tensor.data_ptr()

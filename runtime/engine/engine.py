@@ -105,7 +105,7 @@ class Engine:
         self._events = events
         self.fallbacks = Fallbacks()
         self._own = OwnTensors(self.tape)
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self.is_aside = False
         """Whether saved tensors stay with autograd, and values come back without a step policy."""
 
@@ -144,14 +144,14 @@ class Engine:
         values = self.tape.earlier_values() if self.cursor.holds_values else ()
         segment.left_over = [weakref.ref(value) for value in values if isinstance(value, SavedValue)]
         segment.left_over_bytes = sum(storage.nbytes() for storage in segment.left_over_storages())
-        with self._lock:
+        with self.lock:
             if self.host.step_begins():
                 self.device.trim_host(self.host.taken())
         self._choose(segment)
 
     def make_room(self, alternatives: Sequence[Instructions]) -> None:
         """Steps may follow these too from now on. Raises ``OSError`` if the host tier cannot be made that large."""
-        with self._lock:
+        with self.lock:
             room = self.host.grow(alternatives)
             if room is not None:
                 first, behind = room
@@ -245,7 +245,7 @@ class Engine:
     def _timed(self, hook: Callable[[Any], Any], given: Any) -> Any:
         """What the hook returns; users' modes do not see its ops."""
         start_s = time.perf_counter()
-        with self._lock:
+        with self.lock:
             was_paused, self.tape.is_paused = self.tape.is_paused, True
             self.planned.engine_runs(True)
             try:
@@ -405,14 +405,14 @@ class Engine:
 
     def rescued(self, handle: SavedHandle) -> torch.Tensor:
         """The saved tensor, by whatever still has its value: without a step policy, a plan or a meter."""
-        with self._lock, Unseen():
+        with self.lock, Unseen():
             return handle.given_back(self.mechanism.rescued)
 
     def may_wait(self, handle: SavedHandle) -> Geometry | None:
         """The geometry of the tensor that :meth:`unpack` returns, if compiled code may ask for it later; else None."""
         if handle.value is None or handle.shell is not None:
             return None
-        with self._lock:
+        with self.lock:
             self.recorder.switch_off()
         return handle.geometry or Geometry.of(handle.tensor)
 
@@ -457,18 +457,18 @@ class Engine:
             (self.recorder.switch_on if actions.record else self.recorder.switch_off)()
 
     def acts_at_save(self, value: SavedValue) -> None:  # these three are called by native/planned_hooks.h
-        with self._lock:
+        with self.lock:
             actions = self.policy.planned_at_save(value.index or 0)
             if value.decision is Decision.RECOMPUTE:
                 self._forget(value)
             self._carry_out(actions)
 
     def acts_at_use(self, number: int) -> None:
-        with self._lock:
+        with self.lock:
             self._carry_out(self.policy.planned_at_use(number))
 
     def resident(self, value: SavedValue) -> torch.UntypedStorage:
-        with self._lock:
+        with self.lock:
             return self.mechanism.resident(value)
 
     def _copy_failed(self, value: SavedValue, error: OSError) -> None:

@@ -50,6 +50,8 @@ class HostTier:
         """The planned bytes and the places beside them, as occupied intervals."""
         self._places: dict[int, _Place] = {}
         """The values beside the planned bytes, by offset."""
+        self._held: dict[int, int] = {}
+        """The bytes that last beyond steps, by offset."""
         self._died: deque[_Place] = deque()
         self._placed_beside = False
         self._quiet_steps = 0
@@ -59,7 +61,18 @@ class HostTier:
         """The occupied intervals: every live value lies in one of them. The planned bytes are one interval."""
         self._free_the_dead()
         room = [(self._first, self.planned_bytes)] if self._room_bytes else []
-        return room + [(place.offset, place.offset + place.size_bytes) for place in self._places.values()]
+        places = [(place.offset, place.offset + place.size_bytes) for place in self._places.values()]
+        return room + places + [(first, first + size_bytes) for first, size_bytes in self._held.items()]
+
+    def hold(self, size_bytes: int) -> int:
+        """Takes bytes that last until :meth:`let_go`, beyond all steps. Returns their offset."""
+        first = self._taken.take(size_bytes)
+        self._held[first] = size_bytes
+        return first
+
+    def let_go(self, first: int) -> None:
+        """The held bytes at that offset are free again."""
+        self._taken.give_back(first, self._held.pop(first))
 
     def grow(self, alternatives: Sequence[Instructions]) -> Interval | None:
         """Steps may follow these instructions too from now on. Moves the planned bytes if they need more of them.
@@ -78,6 +91,8 @@ class HostTier:
                 places[value.host_offset] = self._place_at(value.host_offset, value)
         for place in places.values():
             taken.take_at(place.offset, place.size_bytes)
+        for held, held_bytes in self._held.items():
+            taken.take_at(held, held_bytes)
         first = taken.take(room_bytes)
         self._followed, self._occupants, self._of_others = None, {}, []
         self._taken, self._places = taken, places

@@ -212,8 +212,8 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     schedule: tuple[PointActions, ...]
     """The points that have actions, in the order of the clock."""
     state: tuple[StateChunk, ...] = ()
-    """The chunks of all optimizers of which some state is streamed, in the order in which they are stepped. Empty if all
-    state stays on the device: optimizers then step as without a session."""
+    """The chunks of all optimizers of which some state is streamed, in the order in which they are stepped. Empty if
+    all state stays on the device: optimizers then step as without a session."""
     layout: Layout | None = None
     """The places of its blocks in an arena; None without one."""
     replays: tuple[Text, ...] = ()
@@ -223,8 +223,8 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     @cached_property
     def fingerprint(self) -> str:
         """Digest of instructions, model, inputs and budget, without predictions."""
-        content = (self.instructions, self.model.fingerprint, self.inputs, self.budget_bytes)
-        content += (self.state,) if self.state else ()
+        state = (self.state,) if self.state else ()
+        content = (self.instructions, self.model.fingerprint, self.inputs, self.budget_bytes, *state)
         return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
     @property

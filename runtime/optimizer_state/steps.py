@@ -1,0 +1,286 @@
+"""How an optimizer steps in chunks, whose state visits the device one after the other (``docs/optimizer-state.md``).
+
+An optimizer is never changed. Its own ``step`` is called once for each chunk, on a *shadow*: an object that shares all
+with the optimizer but the groups, which hold the chunk's parameters alone. Torch itself makes the last call, between
+the user's hooks. So hooks, schedulers and scalers see one step, and an error on the way leaves the groups as they were.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from poochplan.formats.plan import StateChunk
+from poochplan.runtime.attachment import Attachment
+from poochplan.runtime.metering.census import optimizers_of
+from poochplan.tensors.optimizers import is_separable, movable_state, parameters_of
+from poochplan.torch_private.tensor_internals import tensors_in, unseen_by_modes
+from poochplan.units import format_bytes
+
+from .places import StatePlaces
+
+TAKES_CLOSURE = (
+    "{}.step() got a closure, which runs forward and backward amid the step: its state ({}) stays on the device, and "
+    "steps may exceed the budget; run forward and backward before step()"
+)
+Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Part:
+    """The parameters of an optimizer from number ``first`` to before ``behind``, which are stepped together."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, first: int, behind: int, *, is_streamed: bool) -> None:
+        self.optimizer, self.is_streamed = optimizer, is_streamed
+        self.groups, at = list[dict[str, Any]](), 0
+        for group in optimizer.param_groups:
+            chosen = group["params"][max(0, first - at) : max(0, behind - at)]
+            at += len(group["params"])
+            if chosen:
+                self.groups.append({**group, "params": chosen})
+
+    def state(self, places: StatePlaces) -> Iterator[torch.Tensor]:
+        """Its state that may leave the device, or has left it."""
+        for parameter in (one for group in self.groups for one in group["params"]):
+            yield from movable_state(self.optimizer, parameter)
+            for one in self.optimizer.state.get(parameter, {}).values():
+                if isinstance(one, torch.Tensor) and places.is_away(one):
+                    yield one
+
+
+def shadow_of(parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """What steps these parts alone."""
+    shadow: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(shadow).update(vars(optimizer), param_groups=[group for part in parts for group in part.groups])
+    return shadow
+
+
+class Visits:
+    """One step's copies. State: by number of the streamed part, what is on its way in or on the device, and what is on
+    its way out.
+    """
+
+    def __init__(self, places: StatePlaces, parts: Sequence[Part]) -> None:
+        self._places, self._streamed = places, [part for part in parts if part.is_streamed]
+        self._inside: dict[int, list[torch.Tensor]] = {}
+        self._leaving: dict[int, list[torch.Tensor]] = {}
+        self._fetch(0)
+
+    def enter(self, part: Part) -> None:
+        """The part is stepped next."""
+        if part.is_streamed:
+            number = self._streamed.index(part)
+            self._places.settle(self._leaving.pop(number - 2, ()))
+            self._fetch(number + 1)
+            self._places.arrive(self._inside[number])
+
+    def leave(self, part: Part) -> None:
+        """It has been stepped."""
+        if part.is_streamed:
+            number = self._streamed.index(part)
+            self._leaving[number] = state = list(part.state(self._places))
+            self._places.send(state)
+            self._inside.pop(number, None)
+
+    def end(self) -> None:
+        """All have left the device, also those that were not stepped. The thread waits for it."""
+        for number, state in list(self._inside.items()):
+            self._places.arrive(state)
+            self.leave(self._streamed[number])
+        for state in self._leaving.values():
+            self._places.settle(state)
+        self._leaving.clear()
+        self._places.finish()
+
+    def _fetch(self, number: int) -> None:
+        if number < len(self._streamed):
+            self._inside[number] = state = list(self._streamed[number].state(self._places))
+            self._places.fetch(state)
+
+
+class SteppedInChunks:
+    """State: the optimizers that step in chunks, and the visits of the one that steps now.
+
+    It belongs to the session of ``attachment``, on whose thread it is used. If something of ours fails, the session
+    stands aside: all state comes back, and steps are whole again.
+    """
+
+    def __init__(
+        self, models: Mapping[str, torch.nn.Module], attachment: Attachment, warn: Callable[[str], None]
+    ) -> None:
+        self._models, self._attachment, self._warn = models, attachment, warn
+        self._places = StatePlaces(attachment.engine, warn)
+        self._chunks: dict[str, tuple[StateChunk, ...]] = {}
+        """By name of the model."""
+        self._of = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[str, int]]()
+        """The chunks of an optimizer: its model's name, and its number in the plan; -1 if it has none."""
+        self._hooks = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, Any]]()
+        self._stays = weakref.WeakSet[torch.optim.Optimizer]()
+        """Those whose state stays on the device, for a reason that was told."""
+        self._visits: Visits | None = None
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    def follow(self, name: str, chunks: Sequence[StateChunk]) -> None:
+        """Streams these chunks of the model's optimizers from now on, if they hold more than those before. Their state
+        leaves the device at once. Plans of other kinds of step, with less streamed, have more room than they need.
+        """
+        if _streamed_bytes(chunks) <= _streamed_bytes(self._chunks.get(name, ())):
+            return
+        self._chunks[name] = tuple(chunks)
+        for optimizer in optimizers_of(self._models[name].parameters()):
+            if self.meets(optimizer):
+                for part in self._parts_of(optimizer):
+                    self._ours(self._leaves, part)
+
+    def meets(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Called before the optimizer's own hooks. Returns whether it steps in chunks."""
+        if not self._chunks:
+            return False
+        if self._of.get(optimizer, ("", -1))[1] < 0:
+            self._of[optimizer] = self._found(optimizer)
+            if self._of[optimizer][1] < 0:
+                return False
+            before: Hook = self._steps
+            self._hooks[optimizer] = (
+                optimizer.register_step_pre_hook(before),
+                optimizer.register_step_post_hook(self._stepped),
+            )
+        # Ours comes last: those of the user may still change gradients.
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(self._hooks[optimizer][0].id)
+        return True
+
+    def close(self) -> None:
+        """The session ends: optimizers step as before, with all their state."""
+        for handles in self._hooks.values():
+            for handle in handles:
+                handle.remove()
+        self._hooks.clear()
+        self._chunks.clear()
+        self._places.close()
+
+    def _found(self, optimizer: torch.optim.Optimizer) -> tuple[str, int]:
+        """Which of the plan's optimizers it is: the first with as many parameters that no other one is."""
+        own = parameters_of(optimizer)
+        for name, chunks in self._chunks.items():
+            if set(own).isdisjoint(self._models[name].parameters()):
+                continue
+            taken = {number for model, number in self._of.values() if model == name}
+            for number in sorted({one.optimizer for one in chunks} - taken):
+                if sum(one.count for one in chunks if one.optimizer == number) == len(own):
+                    return name, number
+        return "", -1
+
+    def _parts_of(self, optimizer: torch.optim.Optimizer) -> list[Part]:
+        """What its step consists of. Parameters that came after the plan are stepped last, and their state is kept."""
+        name, number = self._of[optimizer]
+        own = [one for one in self._chunks[name] if one.optimizer == number]
+        end, count = max(one.first + one.count for one in own), len(parameters_of(optimizer))
+        parts = [Part(optimizer, one.first, one.first + one.count, is_streamed=one.streamed) for one in own]
+        return [part for part in (*parts, Part(optimizer, end, count, is_streamed=False)) if part.groups]
+
+    # -- a step of an optimizer ---------------------------------------------------------------------------------------
+
+    def _steps(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Torch's hook before a step. Makes all of its calls but the last, and returns that one's arguments."""
+        if torch.compiler.is_compiling():
+            return None
+        parts = self._parts_of(optimizer) if self._is_here(optimizer) else []
+        if not any(part.is_streamed for part in parts):
+            self._come_back(optimizer)
+            return None
+        closure, rest = kwargs.get("closure", args[1] if len(args) > 1 else None), args[1:]
+        if not is_separable(optimizer):
+            if closure is not None:
+                self._stay(optimizer)
+            elif not (self._ours(self._begin, parts) and self._ours(self._enter, parts[0])):
+                self._come_back(optimizer)
+            return None
+        if closure is not None:  # which every optimizer that is separable calls first, and so
+            with torch.enable_grad():
+                loss = closure()
+            rest, kwargs = (), {**kwargs, "closure": lambda: loss}
+        return (self._until_last(optimizer, parts, rest, kwargs), *rest), kwargs
+
+    def _until_last(
+        self, optimizer: torch.optim.Optimizer, parts: list[Part], rest: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.optim.Optimizer:
+        step: Callable[..., Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+        self._ours(self._begin, parts)
+        for number, part in enumerate(parts):
+            if self._visits is None or not self._ours(self._visits.enter, part):
+                self._come_back(optimizer)  # something of ours has failed: what is left is stepped at once
+                return shadow_of(parts[number:], optimizer)
+            if number + 1 == len(parts):
+                break
+            try:
+                step(shadow_of([part], optimizer), *rest, **kwargs)
+            except BaseException:
+                self._ours(self._end)
+                raise
+            self._ours(self._visits.leave, part)
+        return shadow_of(parts[-1:], optimizer)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Torch's hook behind a step."""
+        if not torch.compiler.is_compiling() and not self._ours(self._end):
+            self._come_back(optimizer)
+
+    def _is_here(self, optimizer: torch.optim.Optimizer) -> bool:
+        is_on = self._attachment.thread == threading.get_ident() and not self._places.is_copied
+        return is_on and optimizer not in self._stays
+
+    def _begin(self, parts: list[Part]) -> None:
+        self._end()  # a step that raised
+        self._visits = Visits(self._places, parts)
+
+    def _enter(self, part: Part) -> None:
+        if self._visits is not None:
+            self._visits.enter(part)
+
+    def _end(self) -> None:
+        """Nothing of a step is left on the device."""
+        visits, self._visits = self._visits, None
+        if visits is not None:
+            visits.end()
+
+    def _leaves(self, part: Part) -> None:
+        if part.is_streamed:
+            state = list(part.state(self._places))
+            self._places.send(state)
+            self._places.settle(state)
+
+    def _stay(self, optimizer: torch.optim.Optimizer) -> None:
+        self._stays.add(optimizer)
+        self._come_back(optimizer)
+        size_bytes = sum(one.nbytes for one in Part(optimizer, 0, _ALL, is_streamed=True).state(self._places))
+        self._warn(TAKES_CLOSURE.format(type(optimizer).__name__, format_bytes(size_bytes)))
+
+    def _come_back(self, optimizer: torch.optim.Optimizer) -> None:
+        self._visits = None
+        state = tensors_in(list(optimizer.state.values()))
+        self._ours(self._places.come_back, state)
+
+    def _ours(self, call: Callable[..., object], *args: Any) -> bool:
+        """Calls something of ours. Returns whether it did not fail; what is no error of ours is raised."""
+        try:
+            with unseen_by_modes(), torch.no_grad():
+                call(*args)
+        except BaseException as error:
+            guard = self._attachment.guard
+            if guard is None or not guard.takes(error):
+                raise
+            return False
+        return True
+
+
+_ALL = 1 << 62
+"""More parameters than any optimizer has."""
+
+
+def _streamed_bytes(chunks: Iterable[StateChunk]) -> int:
+    return sum(one.size_bytes for one in chunks if one.streamed)
