@@ -49,9 +49,7 @@ class Part:
         """Its state that may leave the device, or has left it."""
         for parameter in (one for group in self.groups for one in group["params"]):
             yield from movable_state(self.optimizer, parameter)
-            for one in self.optimizer.state.get(parameter, {}).values():
-                if isinstance(one, torch.Tensor) and places.is_away(one):
-                    yield one
+            yield from filter(places.is_away, tensors_in(self.optimizer.state.get(parameter, {})))
 
 
 def shadow_of(parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
