@@ -186,3 +186,11 @@ def test_a_file_that_lists_state_which_is_no_value_is_refused(tmp_path: Path) ->
     msgspec.structs.replace(profile, optimizers=(wrong,)).save(tmp_path / "profile.json")
     with pytest.raises(InputFileError, match=r"optimizers\[0\].parameters\[1\]: expected less than \d+"):
         Profile.load(tmp_path / "profile.json")
+
+
+def test_a_scheduler_which_wraps_the_optimizers_step_changes_nothing() -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    (found,) = profiled(model, optimizer).optimizers
+    assert counts(found) == [1, 0, 1, 0]
