@@ -151,6 +151,9 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
                 yield from beyond(f"ops[{{}}].{name}", largest, len(values), "values")
         yield from beyond("values[{}].born", [value.born for value in values], len(ops), "ops")
         yield from beyond("values[{}].stretch_of", [value.stretch_of for value in values], len(values), "values")
+        for number, optimizer in enumerate(self.optimizers):
+            largest = [max(own, default=-1) for own in optimizer.parameters]
+            yield from beyond(f"optimizers[{number}].parameters[{{}}]", largest, len(values), "values")
         yield from beyond("handles[{}].value", [handle.value for handle in self.handles], len(values), "values")
         yield from beyond("points[{}].handle", [point.handle for point in points], len(self.handles), "handles")
         yield from beyond("points[{}].op", [point.op for point in points], len(ops) + 1, "ops and one")

@@ -412,8 +412,8 @@ class OptimizerState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Whether steps of some parameters after the others have the bits of one step of all. Only then may a plan cut the
     parameters into chunks."""
     parameters: tuple[tuple[Index, ...], ...] = ()
-    """By parameter, in the order of the groups: the values of its state that may leave the device. Small ones, and those
-    that something other than the optimizer's state holds, may not."""
+    """By parameter, in the order of the groups: the values of its state that may leave the device. Small ones, and
+    those that something other than the optimizer's state holds, may not."""
 
 
 class ModelSignature(msgspec.Struct, frozen=True, kw_only=True):
