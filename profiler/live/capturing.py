@@ -25,7 +25,7 @@ from poochplan.runtime.metering.census import LEAST_BYTES, bucket_bytes, census,
 from poochplan.runtime.replays.replay import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.modes import around_calls
-from poochplan.tensors.optimizers import is_separable, movable_state, parameters_of
+from poochplan.tensors.optimizers import is_away, is_separable, movable_state, parameters_of
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import bytes_of, gradient_of, has_storage, parts_of
 from poochplan.torch_private.sharding import is_sharded, local_tensor
@@ -139,7 +139,7 @@ class Capturing(SegmentObserver):
         """
         for tensor in tensors:
             for part in parts_of(tensor) if isinstance(tensor, torch.Tensor) else ():
-                if not has_storage(part, self.capture.device_type):
+                if not has_storage(part, self.capture.device_type) and not is_away(part):
                     continue
                 if not is_new or self.capture.lifetimes.find(part) < 0:
                     self.kinds.setdefault(self.capture.value_of(part), kind)

@@ -18,6 +18,8 @@ import torch
 from poochplan.errors import is_out_of_memory
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.metering.census import leave_out
+from poochplan.tensors.optimizers import goes_away, is_back
 from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.tensor_internals import holders_of, unseen_by_modes
 from poochplan.units import format_bytes
@@ -69,10 +71,6 @@ class StatePlaces:
         """Whether this is a child process, in which nothing copies."""
         return os.getpid() != self._owner
 
-    def is_away(self, tensor: torch.Tensor) -> bool:
-        place = self._place_of(tensor)
-        return place is not None and place.has(tensor)
-
     def fetch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Queues the copies of those that are away into new memory of the device."""
         device = self._engine.device
@@ -96,6 +94,7 @@ class StatePlaces:
             if copy.error is not None:
                 like.copy_(place.home)
             tensor.data = like
+            is_back(tensor)
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
         """Queues the copies of those that are on the device to their places, behind what writes them."""
@@ -119,6 +118,7 @@ class StatePlaces:
             copy.wait()
             if copy.error is None:
                 tensor.data = place.home
+                goes_away(tensor)
             else:
                 self._refuse(place, copy.error)
 
@@ -137,6 +137,7 @@ class StatePlaces:
                 continue
             if self.is_copied:
                 tensor.data = tensor.clone() if place.has(tensor) else tensor
+                is_back(tensor)
                 continue
             try:
                 self.settle([tensor])
@@ -171,6 +172,7 @@ class StatePlaces:
             view = self._engine.device.host_view(size_bytes, place.offset)
             place.home = view.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
             place.holders = holders_of(view.untyped_storage())
+            leave_out([place.home])
         except (OSError, ValueError) as error:  # a mapping begins at a multiple of the system's pages
             self._refuse(place, error)
         return place

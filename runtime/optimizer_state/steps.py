@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence
 from typing import Any
 
 import torch
@@ -45,11 +45,10 @@ class Part:
             if chosen:
                 self.groups.append({**group, "params": chosen})
 
-    def state(self, places: StatePlaces) -> Iterator[torch.Tensor]:
+    def state(self) -> list[torch.Tensor]:
         """Its state that may leave the device, or has left it."""
-        for parameter in (one for group in self.groups for one in group["params"]):
-            yield from movable_state(self.optimizer, parameter)
-            yield from filter(places.is_away, tensors_in(self.optimizer.state.get(parameter, {})))
+        parameters = (one for group in self.groups for one in group["params"])
+        return [state for one in parameters for state in movable_state(self.optimizer, one)]
 
 
 def shadow_of(parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -82,7 +81,7 @@ class Visits:
         """It has been stepped."""
         if part.is_streamed:
             number = self._streamed.index(part)
-            self._leaving[number] = state = list(part.state(self._places))
+            self._leaving[number] = state = part.state()
             self._places.send(state)
             self._inside.pop(number, None)
 
@@ -98,7 +97,7 @@ class Visits:
 
     def _fetch(self, number: int) -> None:
         if number < len(self._streamed):
-            self._inside[number] = state = list(self._streamed[number].state(self._places))
+            self._inside[number] = state = self._streamed[number].state()
             self._places.fetch(state)
 
 
@@ -267,14 +266,14 @@ class SteppedInChunks:
 
     def _leaves(self, part: Part) -> None:
         if part.is_streamed:
-            state = list(part.state(self._places))
+            state = part.state()
             self._places.send(state)
             self._places.settle(state)
 
     def _stay(self, optimizer: torch.optim.Optimizer) -> None:
         self._stays.add(optimizer)
         self._come_back(optimizer)
-        size_bytes = sum(one.nbytes for one in Part(optimizer, 0, _ALL, is_streamed=True).state(self._places))
+        size_bytes = sum(one.nbytes for one in Part(optimizer, 0, _ALL, is_streamed=True).state())
         self._warn(TAKES_CLOSURE.format(type(optimizer).__name__, format_bytes(size_bytes)))
 
     def _come_back(self, optimizer: torch.optim.Optimizer) -> None:

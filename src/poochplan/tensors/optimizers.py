@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def movable_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of a parameter's state that may leave the device between steps, each once.
+    """The tensors of a parameter's state that may leave the device between steps, or have left it, each once.
 
     They are on the parameter's device and large, and no other tensor has their memory. Of fake tensors this is not
     asked, because torch's caches hold their storages too.
@@ -73,12 +74,35 @@ def movable_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> 
     return list(found.values())
 
 
+_AWAY: dict[int, weakref.ref[torch.Tensor]] = {}
+"""The state tensors whose memory is in the host tier, by identity."""
+
+
+def is_away(tensor: torch.Tensor) -> bool:
+    """Whether a state tensor's memory is in the host tier of a session."""
+    known = _AWAY.get(id(tensor))
+    return known is not None and known() is tensor
+
+
+def goes_away(tensor: torch.Tensor) -> None:
+    """Its memory is in the host tier from now on."""
+    key = id(tensor)
+    _AWAY[key] = weakref.ref(tensor, lambda known: _AWAY.pop(key, None) if _AWAY.get(key) is known else None)
+
+
+def is_back(tensor: torch.Tensor) -> None:
+    """Its memory is on the device again."""
+    _AWAY.pop(id(tensor), None)
+
+
 _HOLDERS = 2
 """A tensor, and the Python object of its storage."""
 
 
 def _own_storage(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of a tensor that may leave the device; None if it may not."""
+    """The storage of a tensor that may leave the device, or has left it; None if it may not."""
+    if is_away(tensor):
+        return tensor.untyped_storage()
     if tensor.device != parameter.device or tensor.requires_grad or tensor is parameter.grad:
         return None
     storage = plain_storage(tensor, tensor.device.type)
