@@ -28,6 +28,7 @@ from poochplan.runtime.engine.audit import OnAudit
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.session import Session
 from poochplan.sessions import PLANNER, made_in_any_case
+from poochplan.tensors.optimizers import inner_of
 from poochplan.units import parse_budget, parse_rate
 
 from .background import BackgroundBuild
@@ -176,10 +177,4 @@ def check_budget(budget: str | int | float) -> None:
 
 def _listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or []
-    return [_inner(one) for one in given]
-
-
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that really steps, of one that a library (accelerate, Lightning) has wrapped."""
-    wrapped = getattr(optimizer, "optimizer", None)
-    return _inner(wrapped) if isinstance(wrapped, torch.optim.Optimizer) else optimizer
+    return [inner_of(one) for one in given]

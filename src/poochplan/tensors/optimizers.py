@@ -33,6 +33,12 @@ _SEPARABLE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 """These step each parameter by its own gradient and state alone."""
 
 
+def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that really steps, of one that a library (accelerate, Lightning) has wrapped."""
+    wrapped = getattr(optimizer, "optimizer", None)
+    return inner_of(wrapped) if isinstance(wrapped, torch.optim.Optimizer) else optimizer
+
+
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
     """Whether steps of some parameters after the others have the bits of one step of all.
 
