@@ -122,9 +122,11 @@ class SteppedInChunks:
         """By name of the model."""
         self._of = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[str, int]]()
         """The chunks of an optimizer: its model's name, and its number in the plan; -1 if it has none."""
-        self._hooks = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, Any]]()
+        self._hooks = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, ...]]()
         self._stays = weakref.WeakSet[torch.optim.Optimizer]()
         """Those whose state stays on the device, for a reason that was told."""
+        self._returned = weakref.WeakSet[torch.optim.Optimizer]()
+        """Those with state that has come back, or was loaded."""
         self._visits: Visits | None = None
 
     # -- the plan -----------------------------------------------------------------------------------------------------
@@ -142,6 +144,13 @@ class SteppedInChunks:
                     self._ours(self._leaves, part)
         if self.is_waiting:
             self._warn(WAITS)
+
+    def step_begins(self) -> None:
+        """What has come to the device outside planned steps leaves it."""
+        while self._returned:
+            optimizer = self._returned.pop()
+            for part in self._parts_of(optimizer) if self._is_here(optimizer) else ():
+                self._ours(self._leaves, part)
 
     @property
     def is_waiting(self) -> bool:
@@ -164,6 +173,7 @@ class SteppedInChunks:
             self._hooks[optimizer] = (
                 optimizer.register_step_pre_hook(before),
                 optimizer.register_step_post_hook(self._stepped),
+                optimizer.register_load_state_dict_post_hook(self._returned.add),
             )
         # Ours comes last: those of the user may still change gradients.
         hooks: Any = optimizer._optimizer_step_pre_hooks
@@ -278,6 +288,7 @@ class SteppedInChunks:
 
     def _come_back(self, optimizer: torch.optim.Optimizer) -> None:
         self._visits = None
+        self._returned.add(optimizer)
         state = tensors_in(list(optimizer.state.values()))
         self._ours(self._places.come_back, state)
 

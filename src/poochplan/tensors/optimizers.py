@@ -39,12 +39,13 @@ _SEPARABLE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 def listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     """Those that really step, of some that a library (accelerate, Lightning) may have wrapped."""
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or []
-    return [_inner(one) for one in given]
+    return [inner_of(one) for one in given]
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that really steps, of one that a library (accelerate, Lightning) has wrapped."""
     wrapped = getattr(optimizer, "optimizer", None)
-    return _inner(wrapped) if isinstance(wrapped, torch.optim.Optimizer) else optimizer
+    return inner_of(wrapped) if isinstance(wrapped, torch.optim.Optimizer) else optimizer
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
