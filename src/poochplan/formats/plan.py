@@ -223,7 +223,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
     @cached_property
     def fingerprint(self) -> str:
         """Digest of instructions, model, inputs and budget, without predictions."""
-        content = (self.instructions, self.model.fingerprint, self.inputs, self.budget_bytes)
+        content: tuple[object, ...] = (self.instructions, self.model.fingerprint, self.inputs, self.budget_bytes)
         content += (self.state,) if self.state else ()
         return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
