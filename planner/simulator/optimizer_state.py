@@ -94,15 +94,6 @@ def with_state(profile: Profile, chunks: Sequence[StateChunk]) -> Profile:
     return _streaming(profile, chunks, window_bytes(chunks), added_seconds(profile, chunks))
 
 
-def between(profile: Profile, fewest: Sequence[StateChunk], most: Sequence[StateChunk]) -> Profile:
-    """A step that is no longer, and takes no more bytes, than any that streams from ``fewest`` to ``most`` of the same
-    chunks: for bounds.
-    """
-    if not most:
-        return profile
-    return _streaming(profile, most, window_bytes(fewest), added_seconds(profile, fewest))
-
-
 def window_bytes(chunks: Sequence[StateChunk]) -> int:
     """Most bytes of streamed state that are on the device at once: of three consecutive streamed chunks."""
     most_bytes = 0
