@@ -30,7 +30,7 @@ from poochplan.planner.search.allowance import SearchCallback, SearchLimits
 from poochplan.planner.search.optimise import Optimum, optimise
 from poochplan.planner.search.streaming import Search, Streaming, optimise_streaming
 from poochplan.planner.simulator.evaluator import begin_build, library, untold_absence
-from poochplan.planner.simulator.optimizer_state import STATE, chunks_of, streamed
+from poochplan.planner.simulator.optimizer_state import STATE, all_streamed
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import Candidate, movable, simulated, swap_all_on_demand
@@ -215,10 +215,7 @@ def smallest_budget(
     With ``arena="on"`` it includes the arena of that plan (see :func:`plan`). ``without`` as there. ``pooch plan
     --min`` plans for it, and the error about a smaller budget names it. It is at least 1.
     """
-    problem = Problem.of(profile)
-    if STATE not in without:
-        chunks = chunks_of(profile)
-        problem = problem.with_state(streamed(chunks, len(chunks)))
+    problem = Problem.of(profile, state=() if STATE in without else all_streamed(profile))
     return max(1, swap_all_on_demand(problem).peak_bytes if arena != "on" else _least_arena(problem))
 
 

@@ -37,16 +37,15 @@ SHORT_SHARE = 0.06
 """Share of the allowance of each short search."""
 PLAIN_SHARE = 0.2
 """The same without streamed state, if a plan may do without: no plan is to be worse than that one."""
-SHORT_SEARCHES = 6
+SHORT_SEARCHES = 4
 """Most short searches before the long one."""
 EXPLORE_SHARE = 0.5
 """Share of the allowance after which the long search begins."""
-AGAIN_SHARE, LONG_SHARE = 0.3, 0.9
-"""Shares of the rest of a second search without streamed state, if it might still be better, and of the long search.
-Bounds are raised after it."""
+AGAIN_SHARE, LONG_SHARE = 0.3, 0.6
+"""Shares of the rest of a second search without streamed state, if it might still be better, and of the long search."""
 PROOF_SHARE = 0.5
 """Share of the rest that the bound of one count may take."""
-CLOSE_SHARE = 0.5
+CLOSE_SHARE = 0.6
 """Share of the rest of each search after the long one."""
 STARTS = 2
 """A search begins with the decisions of this many other counts."""
@@ -229,18 +228,22 @@ class _Counts:
         return most[len(most) // 2] if most else None
 
     def _close(self) -> None:
-        """Raises the bounds of counts that may still hold a better plan, and then searches for one once more."""
+        """Searches once more for the most promising of the other counts. Then raises the bounds of those that may still
+        hold a better plan, and searches for each that does not drop out by that.
+        """
+        is_first = True
         while not (self.is_stopped or self.whole.is_spent):
             low = self._low()
             unproven = [count for count in low if count not in self.tried]
             others = (count for count in low if not self.found or count != self.best)
             again = [count for count in others if self.searches[count] < 2 and not self._is_hopeless(count)]
-            if unproven:
-                self._prove(unproven[len(unproven) // 2])
-            elif again:
+            if again and (is_first or not unproven):
                 self._search(min(again, key=self.bound_s), CLOSE_SHARE * self.whole.left)
+            elif unproven:
+                self._prove(unproven[len(unproven) // 2])
             else:
                 return
+            is_first = False
 
     def _prove(self, count: int) -> None:
         limits = self.whole.part(PROOF_SHARE).limits()

@@ -68,6 +68,12 @@ def streamed(chunks: Sequence[StateChunk], count: int) -> tuple[StateChunk, ...]
     return tuple(chunk for chunk in found if chunk.optimizer in moved)
 
 
+def all_streamed(profile: Profile) -> tuple[StateChunk, ...]:
+    """``Plan.state`` if all state that may leave is streamed."""
+    chunks = chunks_of(profile)
+    return streamed(chunks, len(chunks))
+
+
 def streamed_bytes(chunks: Sequence[StateChunk]) -> int:
     """Bytes of state in the host tier between steps of the optimizer."""
     return sum(chunk.size_bytes for chunk in chunks if chunk.streamed)
