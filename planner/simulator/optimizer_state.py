@@ -68,6 +68,12 @@ def streamed(chunks: Sequence[StateChunk], count: int) -> tuple[StateChunk, ...]
     return tuple(chunk for chunk in found if chunk.optimizer in moved)
 
 
+def all_streamed(profile: Profile) -> tuple[StateChunk, ...]:
+    """``Plan.state`` if all state that may leave is streamed."""
+    chunks = chunks_of(profile)
+    return streamed(chunks, len(chunks))
+
+
 def streamed_bytes(chunks: Sequence[StateChunk]) -> int:
     """Bytes of state in the host tier between steps of the optimizer."""
     return sum(chunk.size_bytes for chunk in chunks if chunk.streamed)
@@ -92,15 +98,6 @@ def with_state(profile: Profile, chunks: Sequence[StateChunk]) -> Profile:
     if not chunks:
         return profile
     return _streaming(profile, chunks, window_bytes(chunks), added_seconds(profile, chunks))
-
-
-def between(profile: Profile, fewest: Sequence[StateChunk], most: Sequence[StateChunk]) -> Profile:
-    """A step that is no longer, and takes no more bytes, than any that streams from ``fewest`` to ``most`` of the same
-    chunks: for bounds.
-    """
-    if not most:
-        return profile
-    return _streaming(profile, most, window_bytes(fewest), added_seconds(profile, fewest))
 
 
 def window_bytes(chunks: Sequence[StateChunk]) -> int:

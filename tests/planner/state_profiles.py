@@ -54,6 +54,14 @@ def with_adam(
     return msgspec.structs.replace(found, in_core_peak_bytes=int(live_bytes(found).max()))
 
 
+def bare(profile: Profile) -> Profile:
+    """The step without the one op of its optimizer, and without the state of that."""
+    last = profile.tick_count - 1
+    values = [_outliving(value, last, last - 1) for value in profile.values if value.kind is not Kind.OPTIMIZER_STATE]
+    found = msgspec.structs.replace(profile, ops=profile.ops[:-1], values=tuple(values))
+    return msgspec.structs.replace(found, in_core_peak_bytes=int(live_bytes(found).max()))
+
+
 def random_adam(profile: Profile, seed: int, unit_bytes: int = 16 * MIB) -> Profile:
     """The step with one or two such optimizers, of parameters of about that size."""
     rng = random.Random(seed)
@@ -114,3 +122,15 @@ def _op(
         outputs=tuple(outputs),
         writes=tuple(writes),
     )
+
+
+def scaled(profile: Profile, factor: int) -> Profile:
+    """The step with all values this many times as large, on a link as many times as fast."""
+    values = tuple(msgspec.structs.replace(one, size_bytes=one.size_bytes * factor) for one in profile.values)
+    ops = tuple(msgspec.structs.replace(one, workspace_bytes=one.workspace_bytes * factor) for one in profile.ops)
+    ways = {
+        way: msgspec.structs.replace(one, bandwidth_bytes_per_s=one.bandwidth_bytes_per_s * factor)
+        for way, one in (("outward", profile.link.outward), ("inward", profile.link.inward))
+    }
+    found = msgspec.structs.replace(profile, values=values, ops=ops, link=msgspec.structs.replace(profile.link, **ways))
+    return msgspec.structs.replace(found, in_core_peak_bytes=int(live_bytes(found).max()))
