@@ -12,9 +12,11 @@ import pytest
 
 from poochplan.errors import InfeasibleError, InputFileError, ModelMismatchError
 from poochplan.formats.plan import Decision, Plan, StateChunk
-from poochplan.formats.profile import Phase, Profile
+from poochplan.formats.profile import Memory, Phase, Profile
 from poochplan.formats.profile_parts import OptimizerState
 from poochplan.peak import explain_peak
+from poochplan.planner.arena.packing import live_peak
+from poochplan.planner.arena.step_layout import blocks_of
 from poochplan.planner.planning import plan, smallest_budget
 from poochplan.planner.search.bound import lower_bound
 from poochplan.planner.search.solvers import SolverLimits
@@ -30,7 +32,11 @@ from poochplan.planner.simulator.optimizer_state import (
 )
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import simulate, try_style
+from poochplan.planner.whatif import for_machine
 from poochplan.planner.writing import with_decisions
+from poochplan.report.differences import differences
+from poochplan.report.palette import write_picture
+from poochplan.report.timeline import draw_timeline, predicted_trace, timeline_of
 from poochplan.units import format_bytes
 from tests.depth import seeds, tries
 from tests.planner.checker import check
@@ -292,6 +298,57 @@ def test_more_chunks_never_take_more_bytes() -> None:
             assert (steps.step(count + 1).base_bytes <= steps.step(count).base_bytes).all()
 
 
+# -- arenas, reserved bytes, other machines ---------------------------------------------------------------------------
+
+
+def test_the_arena_and_what_lies_outside_it_are_within_the_budget_too() -> None:
+    profile = step(*[10] * 8, gb_per_s=6)
+    least = smallest_budget(profile, arena="on")
+    assert least < smallest_budget(profile, arena="on", without=["state"])
+    made = plan(profile, (least + profile.in_core_peak_bytes) // 2, evaluations=300, arena="on")
+    assert made.layout is not None
+    assert made.holds_arena
+    assert any(chunk.streamed for chunk in judged(profile, made).state)
+    with pytest.raises(InfeasibleError, match=f"expected at least {least} bytes"):
+        plan(profile, least - 1, evaluations=10, arena="on")
+
+
+@pytest.mark.parametrize("seed", seeds(6, 200))
+def test_the_blocks_of_such_steps_are_live_as_the_simulator_says(seed: int) -> None:
+    profile = random_adam(scaled(random_profile(seed, 8), 4096), seed)
+    steps = Streaming(Problem.of(profile))
+    problem = steps.step(steps.most)
+    schedule = try_style(problem, "", random_decisions(problem, seed), 0, STYLE_OF[seed % 4]).schedule
+    blocks = blocks_of(problem, schedule)
+    assert live_peak(blocks.before + blocks.of_step) == simulate(problem, schedule).peak_bytes
+
+
+def on_gpu(profile: Profile) -> Profile:
+    """The step as if measured on a GPU."""
+    device = msgspec.structs.replace(profile.device, kind="cuda")
+    return msgspec.structs.replace(profile, device=device, memory=Memory.ALLOCATED)
+
+
+@pytest.mark.parametrize("share", [0.85, 0.6])
+def test_what_the_allocator_reserves_for_such_a_step_is_within_a_budget_on_it(share: float) -> None:
+    profile = on_gpu(step(*[40] * 10, gb_per_s=12))
+    made = plan(profile, f"{share:.0%}", evaluations=300)
+    assert made.on == "reserved"
+    assert made.covered_bytes <= made.budget_bytes
+    assert any(chunk.streamed for chunk in made.state)
+    in_core = made.prediction.in_core_reserved_bytes
+    assert in_core is not None
+    assert in_core > profile.in_core_peak_bytes * 0.95
+
+
+def test_a_smaller_device_is_refused_only_where_streaming_does_not_help() -> None:
+    profile = step(*[10] * 8)
+    profile = msgspec.structs.replace(profile, static_bytes=profile.static_bytes | {"parameter": 20 * MIB})
+    assert for_machine(profile, device_memory=120 * MIB).optimizers == profile.optimizers
+    with pytest.raises(InfeasibleError, match=f"the smallest budget that has a plan is {smallest_budget(profile)}"):
+        for_machine(profile, device_memory=20 * MIB)
+
+
 # -- what a plan says -------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +373,17 @@ def test_at_the_optimizer_the_window_is_named_as_its_state() -> None:
     assert found.phase == "optimizer"
     assert found.by_kind()["optimizer state"] == window_bytes(made.state)
     assert found.size_bytes == sum(holder.size_bytes for holder in found.holders)
+
+
+def test_such_a_step_is_drawn_traced_and_compared(tmp_path: Path) -> None:
+    profile, made = half_streamed()
+    timeline = timeline_of(profile, made)
+    assert timeline.memory.size_bytes.max() == made.prediction.peak_bytes
+    assert timeline.static_bytes == sum(profile.static_bytes.values()) - streamed_bytes(made.state)
+    write_picture(draw_timeline(timeline), tmp_path / "step.png")
+    assert predicted_trace(profile, made).step_s == pytest.approx(made.prediction.step_s)
+    kept = plan(profile, profile.in_core_peak_bytes)
+    assert "optimizer state there" in str(differences(kept, made))
 
 
 def test_its_problem_is_that_of_the_plan_and_decisions_can_be_changed_by_hand() -> None:
