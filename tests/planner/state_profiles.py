@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
 import msgspec
 
 from poochplan.formats.occupancy import live_bytes
-from poochplan.formats.profile import Kind, Op, Phase, Profile, Value
+from poochplan.formats.profile import Kind, Op, Phase, PointKind, Profile, Value
 from poochplan.formats.profile_parts import OptimizerState
+from tests.planner.random_profiles import random_profile
 
 MIB = 1 << 20
 
@@ -60,6 +62,13 @@ def bare(profile: Profile) -> Profile:
     values = [_outliving(value, last, last - 1) for value in profile.values if value.kind is not Kind.OPTIMIZER_STATE]
     found = msgspec.structs.replace(profile, ops=profile.ops[:-1], values=tuple(values))
     return msgspec.structs.replace(found, in_core_peak_bytes=int(live_bytes(found).max()))
+
+
+def random_step(seed: int, op_count: int) -> Profile:
+    """A random step that saves something, of which the values are about as large as chunks, with Adam behind it."""
+    drawn = (random_profile(seed + 1_000_003 * turn, op_count) for turn in itertools.count())
+    profile = next(one for one in drawn if any(point.kind is PointKind.USE for point in one.points))
+    return random_adam(scaled(profile, 4096), seed)
 
 
 def random_adam(profile: Profile, seed: int, unit_bytes: int = 16 * MIB) -> Profile:

@@ -42,8 +42,8 @@ from tests.depth import seeds, tries
 from tests.planner.checker import check
 from tests.planner.oracle import best_schedule
 from tests.planner.plans import plan_with, random_decisions
-from tests.planner.random_profiles import link, random_profile, transformer_like, with_facts, with_random_thread
-from tests.planner.state_profiles import MIB, bare, random_adam, scaled, with_adam
+from tests.planner.random_profiles import link, transformer_like, with_facts, with_random_thread
+from tests.planner.state_profiles import MIB, bare, random_step, scaled, with_adam
 from tests.planner.time_checker import check_times
 from tests.planner.tiny_profiles import tiny_profile
 
@@ -158,13 +158,11 @@ def test_a_step_that_only_accumulates_has_neither_window_nor_copies() -> None:
 @pytest.mark.parametrize("seed", seeds(25, 1500))
 def test_both_simulators_and_the_checkers_agree(seed: int) -> None:
     rng = random.Random(seed)
-    profile = random_adam(scaled(random_profile(seed, 3 + seed % 15), 4096), seed)
+    profile = random_step(seed, 3 + seed % 15)
     profile = with_random_thread(profile, seed) if seed % 3 == 0 else profile
     chunks = chunks_of(profile)
     state = streamed(chunks, rng.randint(0, len(chunks)))
     problem = Problem.of(profile, state=state)
-    if not problem.value_count:
-        return
     style, wish = STYLE_OF[seed % len(STYLE_OF)], random_decisions(problem, seed)
     budget_bytes = int(profile.in_core_peak_bytes * rng.uniform(0.2, 1.0))
     found, compiled = (
@@ -293,8 +291,8 @@ def test_what_is_proven_of_a_count_holds_for_smaller_ones_less_the_seconds_of_th
 
 def test_more_chunks_never_take_more_bytes() -> None:
     for seed in range(tries(20, 300)):
-        steps = Streaming(Problem.of(random_adam(scaled(random_profile(seed, 8), 4096), seed)))
-        for count in range(steps.most if steps.problem.value_count else 0):
+        steps = Streaming(Problem.of(random_step(seed, 8)))
+        for count in range(steps.most):
             assert (steps.step(count + 1).base_bytes <= steps.step(count).base_bytes).all()
 
 
@@ -315,7 +313,7 @@ def test_the_arena_and_what_lies_outside_it_are_within_the_budget_too() -> None:
 
 @pytest.mark.parametrize("seed", seeds(6, 200))
 def test_the_blocks_of_such_steps_are_live_as_the_simulator_says(seed: int) -> None:
-    profile = random_adam(scaled(random_profile(seed, 8), 4096), seed)
+    profile = random_step(seed, 8)
     steps = Streaming(Problem.of(profile))
     problem = steps.step(steps.most)
     schedule = try_style(problem, "", random_decisions(problem, seed), 0, STYLE_OF[seed % 4]).schedule
