@@ -4,9 +4,9 @@ The search of activations (``optimise.py``) knows one step. Here it is called fo
 the least that any plan needs, for the least with which everything else stays, and between the best count so far and its
 neighbours. Each search begins with the decisions of the counts beside it. A long one at the best count follows.
 
-**Bounds.** More chunks take no more bytes at any tick. They make the optimizer's last op longer, and no copy waits for
-what is behind the step's points. So what is proven of a count holds, less the difference of these seconds, for every
-smaller one. The least bound of all counts is the bound of the plan.
+**Bounds.** Where some chunks are streamed, more of them take no more bytes at any tick. They make the optimizer's last
+op longer, and no copy waits for what is behind the step's points. So what is proven of a count holds, less the
+difference of these seconds, for every smaller one but none. The least bound of all counts is the bound of the plan.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class _Counts:
     def bound_s(self, count: int) -> float:
         """No plan with that count within the budget has a shorter step."""
         added_s, known = self.added_s, self.proven_s.items()
-        above = (bound_s - added_s[more] for more, bound_s in known if more >= count and self.steps.is_behind)
+        above = (bound_s - added_s[more] for more, bound_s in known if more >= count > 0 and self.steps.is_behind)
         least_s = max([self.steps.problem.step_s, *above]) + added_s[count]
         return max(least_s, self.steps.step(count).keep_all_s, self.proven_s.get(count, 0.0))
 

@@ -25,8 +25,7 @@ class StreamedState:
             own.setdefault(chunk.optimizer, []).append(chunk)
         for number, chunks in own.items():
             self._check(number, chunks)
-            self._take_away(chunks)
-            self._shrink(chunks)
+            self._take_away(chunks, self._made_bytes(chunks))
         added_s = sum(self._phase_s(chunks) - self._own_s(chunks) for chunks in own.values())
         if self.optimizer_ops:
             self.seconds[self.optimizer_ops[-1]] += added_s
@@ -48,28 +47,50 @@ class StreamedState:
         for values in map(self._values, chunks):
             assert all(self.profile.values[value].kind.value == "optimizer_state" for value in values), "state alone"
 
-    def _take_away(self, chunks: list[StateChunk]) -> None:
-        """Streamed state takes the window alone: what is there beside a chunk are the one before and the one after."""
-        sizes = [chunk.size_bytes for chunk in chunks if chunk.streamed]
-        if self.optimizer_ops:
-            beside = [sizes[max(0, j - 1) : j + 2] for j in range(len(sizes))]
-            self.window_bytes = max([self.window_bytes, *map(sum, beside)])
-        for chunk in chunks:
+    def _take_away(self, chunks: list[StateChunk], made_bytes: list[int]) -> None:
+        """Streamed state takes the window alone: what is there while a chunk is stepped, and what is made of it."""
+        queue = [number for number, chunk in enumerate(chunks) if chunk.streamed]
+        for number, chunk in enumerate(chunks):
+            before = sum(other < number for other in queue)
+            there = range(before - 1, before + 2) if chunk.streamed else range(before - 2, before + 1)
+            beside = sum(chunks[queue[j]].size_bytes for j in there if 0 <= j < len(queue))
+            if self.optimizer_ops:
+                self.window_bytes = max(self.window_bytes, beside + made_bytes[number])
             self.sizes.update(dict.fromkeys(self._values(chunk) if chunk.streamed else [], 0))
 
-    def _shrink(self, chunks: list[StateChunk]) -> None:
-        """What an op makes of the state of several chunks, or of what was made of it, is of one chunk at a time."""
-        share = Fraction(max(one.size_bytes for one in chunks), sum(one.size_bytes for one in chunks))
+    def _made_bytes(self, chunks: list[StateChunk]) -> list[int]:
+        """By chunk: most bytes that are made of its state at any op. They take nothing elsewhere."""
         of_chunk = [set(self._values(chunk)) for chunk in chunks]
-        made = set[int]()
+        shares: dict[int, list[Fraction]] = {}
+        made: dict[int, int] = {}  # temporary: the op that makes it
         for number in self.optimizer_ops:
             op = self.profile.ops[number]
-            touched = {*op.inputs, *op.writes}
-            if touched & made or sum(bool(touched & values) for values in of_chunk) > 1:
+            touched = [(one, self.profile.values[one].size_bytes) for one in {*op.inputs, *op.writes}]
+            weights = [
+                sum(
+                    Fraction(size_bytes) * (1 if one in own else shares[made[one]][place] if one in made else 0)
+                    for one, size_bytes in touched
+                )
+                for place, own in enumerate(of_chunk)
+            ]
+            if sum(weights):
+                shares[number] = [weight / sum(weights) for weight in weights]
                 new = [one for one in op.outputs if self.profile.values[one].kind.value == "temporary"]
-                made.update(new)
-                self.sizes.update({one: _part(self.sizes[one], share) for one in new})
-                self.workspace[number] = _part(self.workspace[number], share)
+                made.update({one: number for one in new if self.profile.values[one].size_bytes >= 65536})
+        most = [0] * len(chunks)
+        for number in shares:
+            tick = self.profile.op_ticks[number]
+            live = [one for one, maker in made.items() if maker <= number and self.profile.values[one].freed >= tick]
+            for place in range(len(chunks)):
+                parts = sum(
+                    (self.rounded(self.profile.values[one].size_bytes) * shares[made[one]][place] for one in live),
+                    self.profile.ops[number].workspace_bytes * shares[number][place],
+                )
+                most[place] = max(most[place], -(-parts.numerator // parts.denominator))
+        self.sizes.update(dict.fromkeys(made, 0))
+        for number in shares:
+            self.workspace[number] = 0
+        return most
 
     # -- seconds ----------------------------------------------------------------------------------------------
 
@@ -115,8 +136,3 @@ class StreamedState:
             return 0.0 if j < 0 else max(stepped_s(steps[j]), is_out_s(j - 1)) + copy_s("outward", j)
 
         return max(stepped_s(len(chunks) - 1), is_out_s(len(steps) - 1))
-
-
-def _part(size_bytes: int, share: Fraction) -> int:
-    whole = size_bytes * share
-    return -(-whole.numerator // whole.denominator)
