@@ -47,6 +47,7 @@ PROOF_SHARE = 0.5
 """Share of the rest that the bound of one count may take."""
 CLOSE_SHARE = 0.6
 """Share of the rest of each search after the long one."""
+ENDED_EARLY = (SolveStatus.TIME_LIMIT, SolveStatus.EVALUATION_LIMIT, SolveStatus.INTERRUPTED)
 STARTS = 2
 """A search begins with the decisions of this many other counts."""
 
@@ -142,15 +143,22 @@ class _Counts:
         self.proven_s = dict[int, float]()
         """By count, what a search or the relaxation has proven of it beyond the seconds of its ops."""
         self.tried = set[int]()
-        """Counts of which the relaxation was solved, or not in time."""
+        """Counts of which the relaxation was solved, or could not be in time."""
         self.closed = set[int]()
         """Counts that were searched for, or would hold no plan."""
         self.searches = Counter[int]()
         """By count: how often it was searched for."""
         self.refusal: InfeasibleError | None = None
-        self.is_stopped = False
 
     def run(self) -> None:
+        try:
+            self._run()
+        except KeyboardInterrupt:
+            if not (self.effort.keeps_interrupted and self.found):
+                raise
+            self.whole.stop()
+
+    def _run(self) -> None:
         if not self.whole.is_counted:
             library(BUILD_SHARE * self.effort.time_limit_s)
         kept, first = self.steps.fewest_kept(self.budget_bytes), self.counts[0]
@@ -160,24 +168,21 @@ class _Counts:
         explored = self.whole.part(EXPLORE_SHARE)
         for _ in range(SHORT_SEARCHES):
             count = self._between()
-            if count is None or self.is_stopped or explored.is_spent:
+            if count is None or explored.is_spent:
                 break
             self._look(count)
-        self._search_long()
+        self._search_long(LONG_SHARE)
         self._close()
+        self._search_long(1.0)
 
     def chosen(self) -> tuple[Problem, Optimum]:
         if not self.found:
             assert self.refusal is not None
             raise self.refusal
         found, bound_s = self.found[self.best], min(map(self.bound_s, self.counts))
-        status = self.whole.status
+        status = found.status if found.status in ENDED_EARLY else self.whole.status
         if found.best.simulation.step_s <= bound_s * (1 + self.effort.gap):
             status = SolveStatus.WITHIN_GAP
-        elif self.is_stopped:
-            status = found.status
-        elif self.closed >= set(self._low()) and found.status is SolveStatus.SEARCHED:
-            status = SolveStatus.SEARCHED
         rounds = len(self.tried - self.found.keys()) + sum(one.rounds for one in self.found.values())
         found = replace(found, bound_s=bound_s, status=status, rounds=rounds, solver=self.solver)
         return self.steps.step(self.best), replace(found, evaluations=self.effort.evaluations, seed=self.effort.seed)
@@ -232,7 +237,7 @@ class _Counts:
         hold a better plan, and searches for each that does not drop out by that.
         """
         is_first = True
-        while not (self.is_stopped or self.whole.is_spent):
+        while not self.whole.is_spent:
             low = self._low()
             unproven = [count for count in low if count not in self.tried]
             others = (count for count in low if not self.found or count != self.best)
@@ -260,20 +265,20 @@ class _Counts:
 
     def _look(self, count: int, share: float = SHORT_SHARE) -> None:
         """A short search, unless there was one."""
-        if count not in self.closed and not self.is_stopped:
+        if count not in self.closed:
             self._search(count, share * (self.effort.evaluations or self.effort.time_limit_s))
 
-    def _search_long(self) -> None:
-        """Spends most of the rest at the best count, after another look at none if that might be as good."""
-        if self.is_stopped or not self.found:
-            return
-        if self.best and 0 in self.found and 0 in self._low():
-            self._search(0, AGAIN_SHARE * self.whole.left)
-        if self.best in self._low() and not self.is_stopped:
-            self._search(self.best, LONG_SHARE * self.whole.left)
+    def _search_long(self, share: float) -> None:
+        """Spends a share of the rest at the best count, after another look at none if that might be as good."""
+        if self.found and self.best and 0 in self.found and 0 in self._low():
+            self._search(0, AGAIN_SHARE * share * self.whole.left)
+        if self.found and self.best in self._low():
+            self._search(self.best, share * self.whole.left)
 
     def _search(self, count: int, spends: float) -> None:
         """``spends``: seconds, or simulations if these are counted."""
+        if self.whole.is_spent:
+            return
         limits, nearest = self._limits(count, spends), sorted(self.found, key=lambda other: abs(other - count))
         starts = [self.found[other].best.wish for other in nearest[:STARTS]]
         self.closed.add(count)
@@ -283,18 +288,13 @@ class _Counts:
         except InfeasibleError as error:
             self.refusal = error
             return
-        kept = found.status is SolveStatus.NOT_NEEDED
-        if limits.evaluations is not None and not kept:
+        if limits.evaluations is not None and found.status is not SolveStatus.NOT_NEEDED:
             self.whole.spend(limits.evaluations)
-        bound_s = self.steps.step(count).keep_all_s if kept else found.bound_s or 0.0
-        self.proven_s[count] = max(self.proven_s.get(count, 0.0), bound_s)
-        self.is_stopped |= found.status is SolveStatus.INTERRUPTED
-        before = self.found.get(count)
-        if before is None or (_is_unfit(found), found.best.simulation.step_s) < (
-            _is_unfit(before),
-            self._step_s(count),
-        ):
-            self.found[count] = found
+        self._learn(count, found.bound_s or 0.0)
+        if found.status is SolveStatus.INTERRUPTED:
+            self.whole.stop()
+        before = self.found.get(count, found)
+        self.found[count] = min(before, found, key=lambda one: (_is_unfit(one), one.best.simulation.step_s))
         if _is_unfit(self.found[count]):
             self.closed.update(range(count))  # fewer chunks leave even less
 
@@ -316,8 +316,10 @@ class _Counts:
             bound_s, step_s = min([progress.bound_s, *others_s]), min(progress.step_s, self.step_s)
             overhead, gap = self.steps.problem.overhead(step_s), max(0.0, step_s / bound_s - 1) if bound_s > 0 else 0.0
             left = max(0.0, self.whole.left)
-            self.is_stopped |= bool(watch(Progress(step_s, bound_s, overhead, gap, left, progress.is_counted)))
-            return self.is_stopped
+            if watch(Progress(step_s, bound_s, overhead, gap, left, progress.is_counted)):
+                self.whole.end()
+                return True
+            return False
 
         return told
 

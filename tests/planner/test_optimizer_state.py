@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from poochplan.errors import InfeasibleError, InputFileError, ModelMismatchError
-from poochplan.formats.plan import Decision, Plan, StateChunk
+from poochplan.formats.plan import Decision, Plan, SolveStatus, StateChunk
 from poochplan.formats.profile import Memory, Phase, Profile
 from poochplan.formats.profile_parts import OptimizerState
 from poochplan.peak import explain_peak
@@ -248,7 +248,7 @@ def test_the_host_holds_no_more_state_than_its_budget() -> None:
         plan(profile, 0.4, evaluations=300, host_budget=60 * MIB)
 
 
-def test_what_an_interrupted_or_watched_search_found_is_a_plan() -> None:
+def test_what_a_watched_search_found_is_a_plan() -> None:
     profile = step(*[10] * 8, gb_per_s=6)
     told = []
 
@@ -259,6 +259,20 @@ def test_what_an_interrupted_or_watched_search_found_is_a_plan() -> None:
     made = plan(profile, 0.5, time_limit_s=5, gap=0.0, watch=enough)
     judged(profile, made)
     assert all(one.bound_s <= one.step_s * SAME for one in told)
+
+
+def test_an_interrupt_leaves_the_best_plan_so_far_if_that_is_wanted() -> None:
+    profile = step(*[10] * 8, gb_per_s=1)
+
+    def interrupt(progress: Any) -> None:
+        raise KeyboardInterrupt
+
+    made = plan(
+        profile, smallest_budget(profile) + 20 * MIB, time_limit_s=20, gap=0.0, watch=interrupt, keep_interrupted=True
+    )
+    assert judged(profile, made).solve.status is SolveStatus.INTERRUPTED
+    with pytest.raises(KeyboardInterrupt):
+        plan(profile, smallest_budget(profile) + 20 * MIB, time_limit_s=20, gap=0.0, watch=interrupt)
 
 
 def tiny_joint(seed: int) -> tuple[Profile, int]:
