@@ -16,6 +16,9 @@ larger results (``tests/programs/other_trials.py``).
 With ``--late`` they have blocks that begin to write late, most past the dispatcher; some draw their layers, or hold a
 log. Gradients may differ before the audit's bound, if it is told by then (``tests/programs/late_trial.py``).
 
+With ``--state`` they are loops with torch's optimizers under random plans that stream their state
+(``tests/programs/state_trial.py``).
+
 With ``--mutants`` the runtime is broken on purpose, in one place at a time (those of ``tests/runtime/test_mutants.py``
 and of the rules in ``test_rules.py``), and it is told which program notices first.
 
@@ -27,6 +30,7 @@ and of the rules in ``test_rules.py``), and it is told which program notices fir
         --always "exception in forward" views "several forwards a step"
     python -m benchmarks.programs --casts --seeds 0:500 -o benchmarks/results/programs-casts.json
     python -m benchmarks.programs --late --seeds 0:300 -o benchmarks/results/programs-late.json
+    python -m benchmarks.programs --state --seeds 0:300 -o benchmarks/results/programs-state.json
     python -m benchmarks.programs --mutants --seeds 0:40 -o benchmarks/results/programs-mutants.json
 """
 
@@ -50,6 +54,7 @@ from tests.programs.drawing import Feature, Program, draw
 from tests.programs.late_trial import late_trial
 from tests.programs.mutated import all_mutants, caught_by, ready
 from tests.programs.other_trials import cast_trial, served_trial, windowed_trial
+from tests.programs.state_trial import state_trial
 from tests.programs.trial import KINDS, Outcome, trial, warm_up
 
 SAVE_EVERY = 20
@@ -129,6 +134,7 @@ def main() -> int:
         arena=(False, "steps are served from an arena"),
         windows=(False, "steps are unmetered, and recorded in short windows"),
         casts=(False, "plans hold what casts and clones read"),
+        state=(False, "loops with torch's optimizers, whose state is streamed"),
         late=(False, "blocks begin to write late, past the dispatcher"),
     )
     parser.add_argument("--always", type=Feature, nargs="+", default=(), help="features that every program has")
@@ -145,6 +151,7 @@ def main() -> int:
         (arguments.arena, served_trial),
         (arguments.casts, cast_trial),
         (arguments.late, late_trial),
+        (arguments.state, lambda program: state_trial(program.seed)),
     )
     tried = next((one for is_asked, one in others if is_asked), trial)
     found = run_programs(range(first, end), arguments.output, facts, tried, arguments.always)

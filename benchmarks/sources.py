@@ -2,7 +2,7 @@
 
     make bench                                                                # all of them
     python -m benchmarks.sources --settings vdnn-vgg16 -o results.json        # some; other rows of the file stay
-    python -m benchmarks.sources --table benchmarks/results/sources.json      # the table of benchmarks/pages/sources.md
+    python -m benchmarks.sources --table benchmarks/results/sources.json      # the rows of benchmarks/pages/sources.md
 
 Nothing is run: profiles are taken without memory, durations are a roofline's (``profiler/fake/roofline.py``) and copies
 a link's preset (``formats/profile.py``). The published figures beside were measured on real machines. Where a setting

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -28,7 +28,9 @@ from poochplan.planner.arena.step_layout import NO_ARENA, Fitting, layout_of, sm
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.search.allowance import SearchCallback, SearchLimits
 from poochplan.planner.search.optimise import Optimum, optimise
+from poochplan.planner.search.streaming import Search, Streaming, optimise_streaming
 from poochplan.planner.simulator.evaluator import begin_build, library, untold_absence
+from poochplan.planner.simulator.optimizer_state import STATE, chunks_of, streamed
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import Candidate, movable, simulated, swap_all_on_demand
@@ -45,6 +47,8 @@ NO_EVALUATOR = (
     "that it is built"
 )
 """A plan's note."""
+MAY_BE_LEFT_OUT = (SOURCES, STATE)
+"""What ``plan`` can do ``without``."""
 STRONG_POLICIES = ("greedy", "pooch")
 """The search also tries the plans of these policies if its own are not near the bound."""
 
@@ -99,7 +103,8 @@ def plan(
     on: what the budget covers. ``"reserved"``: the bytes that torch's allocator takes from a GPU, which ``nvidia-smi``
         shows beside the context; a share is one of the in-core step's. It is the default for a profile measured on a
         GPU. ``"allocated"``: those in use, the default for any other.
-    without: what the plan may not hold in place of saved values: ``"sources"`` of larger copies.
+    without: what the plan may not do. ``"sources"``: hold sources of larger copies in place of these. ``"state"``: move
+        optimizer state to the host between steps of the optimizer.
 
     Warns, once in a process, if the compiled evaluator cannot be built. The plan's notes say if it was found without.
 
@@ -112,8 +117,9 @@ def plan(
         than one thread or a solver other than HiGHS.
     """
     started_s = time.perf_counter()
-    if unknown := set(without).difference([SOURCES]):
-        raise UsageError(f"without: expected {SOURCES}, found {min(unknown)!r}; name that, or nothing")
+    if unknown := set(without).difference(MAY_BE_LEFT_OUT):
+        expected = " or ".join(MAY_BE_LEFT_OUT)
+        raise UsageError(f"without: expected {expected}, found {min(unknown)!r}; name one of these, or nothing")
     begin_build()
     on = budget_on(profile, on)
     budget_bytes = budget_bytes_of(profile, budget, on)
@@ -137,12 +143,17 @@ def plan(
         search = SearchLimits(
             solver, time_limit_s, gap, max(1, threads), host_bytes, evaluations, seed, keep_interrupted
         )
-        if arena == "on" and is_over:
-            _check_feasible(given, swap_all_on_demand(problem), smallest_budget(profile, arena=arena))
-        if on == "reserved":
-            found = _within_reserved(given, search, watch)
+        one_step = _within_reserved if on == "reserved" else partial(_optimal, has_arena=has_arena)
+        steps = Streaming(problem, host_bytes)
+        if STATE in without or not steps.most or keeps_all(problem, budget_bytes, on):
+            steps.most = 0
+        if (arena == "on" and is_over) or steps.most:
+            _check_feasible(PolicyInput(steps.step(steps.most), budget_bytes), steps.smallest(steps.most), arena)
+        if steps.most:
+            problem, found = optimise_streaming(steps, budget_bytes, search, _each(one_step, budget_bytes), watch)
+            given = PolicyInput(problem, budget_bytes)
         else:
-            found = _optimal(given, search, watch, has_arena=has_arena)
+            found = one_step(given, search, watch)
         if arena == "on" and NO_ARENA in found.notes:
             found = replace(found, best=swap_all_on_demand(problem), notes=())
     held = (note for note in profile.notes if note.startswith(LOSS_IS_HELD))
@@ -176,16 +187,35 @@ def _shares(measured: Link, link: Link, host_bytes: int | None, ranks_per_host: 
         yield f"{each} swaps at most {format_bytes(host_bytes)}, its share of the host budget"
 
 
-def smallest_budget(profile: Profile, *, arena: Literal["auto", "on", "off"] = "auto") -> int:
-    """Bytes of the smallest budget that has a plan: the peak with every movable value away from the device.
+def _each(one_step: Callable[[PolicyInput, SearchLimits, SearchCallback | None], Optimum], budget_bytes: int) -> Search:
+    """The search for the best plan of a step with some optimizer state streamed."""
+    return lambda step, limits, watch: one_step(PolicyInput(step, budget_bytes), limits, watch)
 
-    With ``arena="on"`` it includes the arena of that plan (see :func:`plan`). ``pooch plan --min`` plans for it, and
-    the error about a smaller budget names it. It is at least 1.
+
+def keeps_all(problem: Problem, budget_bytes: int, on: On) -> bool:
+    """Whether the budget covers the step that keeps everything, without an arena."""
+    return covered_bytes(problem, simulated(problem, KEEP_ALL, keep_all(problem)), on) <= budget_bytes
+
+
+def smallest_budget(
+    profile: Profile, *, arena: Literal["auto", "on", "off"] = "auto", without: Collection[str] = ()
+) -> int:
+    """Bytes of the smallest budget that has a plan: the peak with every movable value, and all movable optimizer state,
+    away from the device.
+
+    With ``arena="on"`` it includes the arena of that plan (see :func:`plan`). ``without`` as there. ``pooch plan
+    --min`` plans for it, and the error about a smaller budget names it. It is at least 1.
     """
     problem = Problem.of(profile)
-    if arena == "on":
-        return max(1, min(profile.in_core_peak_bytes, smallest_arena(problem)))
-    return max(1, swap_all_on_demand(problem).peak_bytes)
+    if STATE not in without:
+        chunks = chunks_of(profile)
+        problem = problem.with_state(streamed(chunks, len(chunks)))
+    return max(1, swap_all_on_demand(problem).peak_bytes if arena != "on" else _least_arena(problem))
+
+
+def _least_arena(problem: Problem) -> int:
+    """Bytes of the smallest budget that has a plan with an arena."""
+    return min(problem.profile.in_core_peak_bytes, smallest_arena(problem))
 
 
 def in_arena(profile: Profile, arena: Literal["auto", "on", "off"]) -> bool:
@@ -195,10 +225,10 @@ def in_arena(profile: Profile, arena: Literal["auto", "on", "off"]) -> bool:
     return arena == "on" or (arena == "auto" and is_known)
 
 
-def _check_feasible(given: PolicyInput, smallest: Candidate, least_bytes: int = 0) -> None:
-    """Raises unless the budget holds the peak of ``smallest``, the plan with the least, and ``least_bytes``."""
+def _check_feasible(given: PolicyInput, smallest: Candidate, arena: Literal["auto", "on", "off"] = "off") -> None:
+    """Raises unless the budget holds the peak of ``smallest``, the plan with the least; with ``"on"`` in an arena."""
     profile, budget_bytes = given.profile, given.budget_bytes
-    smallest_bytes = max(smallest.peak_bytes, least_bytes)
+    smallest_bytes = max(1, smallest.peak_bytes, _least_arena(given.problem) if arena == "on" else 0)
     if smallest_bytes <= budget_bytes:
         return
     share = share_that_holds(smallest_bytes, profile.in_core_peak_bytes)
@@ -228,7 +258,8 @@ def _optimal(given: PolicyInput, search: SearchLimits, watch: SearchCallback | N
     problem, budget_bytes = given.problem, given.budget_bytes
     in_core, laid = simulated(problem, KEEP_ALL, keep_all(problem)), None
     kept = Optimum(in_core, KEEP_ALL)
-    holds = f"the budget of {format_bytes(budget_bytes)} holds the in-core peak of {format_bytes(in_core.peak_bytes)}"
+    peak = f"the {'peak beside streamed optimizer state' if problem.state else 'in-core peak'} of"
+    holds = f"the budget of {format_bytes(budget_bytes)} holds {peak} {format_bytes(in_core.peak_bytes)}"
     if in_core.peak_bytes > budget_bytes:
         _check_feasible(given, swap_all_on_demand(problem))
     else:
@@ -256,7 +287,8 @@ def _within_reserved(given: PolicyInput, search: SearchLimits, watch: SearchCall
     fitting = FittingReserved(given.problem, given.budget_bytes)
     in_core = simulated(given.problem, KEEP_ALL, keep_all(given.problem))
     if fitting.pack(in_core) <= given.budget_bytes:
-        note = f"the budget of {format_bytes(given.budget_bytes)} holds what the in-core step reserves"
+        step = "the step beside streamed optimizer state" if given.problem.state else "the in-core step"
+        note = f"the budget of {format_bytes(given.budget_bytes)} holds what {step} reserves"
         return Optimum(in_core, KEEP_ALL, notes=(f"{note}: everything is kept",))
     smallest = swap_all_on_demand(given.problem)
     _check_feasible(given, smallest)

@@ -18,6 +18,7 @@ from poochplan.planner.arena.reserved import On, is_reserved_known, reserved_pea
 from poochplan.planner.arena.step_layout import Laid, layout_of
 from poochplan.planner.policies import PolicyInput
 from poochplan.planner.search.optimise import Optimum
+from poochplan.planner.simulator.optimizer_state import added_seconds, streamed_bytes
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import Candidate, simulate, try_decisions
@@ -94,6 +95,7 @@ def write_plan(
         handles=problem.handles,
         uses=tuple(point.handle for point in profile.points if point.kind is PointKind.USE),
         schedule=best.schedule.actions,
+        state=problem.state,
         layout=laid.layout if laid else None,
     )
 
@@ -159,11 +161,11 @@ def _possible(problem: Problem, value: int, decision: Decision | str) -> Decisio
 def _prediction(problem: Problem, best: Candidate, host_bytes: int, laid: Laid | None) -> Prediction:
     peaks, moved = ("peak_bytes", "first_step_peak_bytes"), ("out_bytes", "in_bytes")
     same = (*peaks, *moved, "step_s", "stall_s", "replay_s", "interference_s", "runtime_s")
-    profile = problem.profile
+    profile, in_core = problem.profile, problem.with_state(())
     reserved: list[int | None] = [None, None, None]
     if is_reserved_known(profile):
         reserved = [reserved_peak(problem, best.schedule, is_expandable=one) for one in (True, False)]
-        reserved.append(reserved_peak(problem, keep_all(problem)))
+        reserved.append(reserved_peak(in_core, keep_all(in_core)))
     return Prediction(
         reserved_peak_bytes=reserved[0],
         unexpanded_peak_bytes=reserved[1],
@@ -174,9 +176,11 @@ def _prediction(problem: Problem, best: Candidate, host_bytes: int, laid: Laid |
         in_core_peak_bytes=profile.in_core_peak_bytes,
         in_core_reserved_bytes=reserved[2],
         in_core_step_s=problem.plain_s,
-        is_timed_alone=profile.times.plain_step_s is not None,
-        kept_step_s=problem.keep_all_s,
+        is_timed_alone=in_core.profile.times.plain_step_s is not None,
+        kept_step_s=in_core.keep_all_s,
         overhead=problem.overhead(best.simulation.step_s),
+        state_s=added_seconds(problem.measured, problem.state),
+        state_bytes=streamed_bytes(problem.state),
         host_bytes=host_bytes,
         arena_bytes=laid.layout.arena_bytes if laid else None,
         arena_live_bytes=laid.live_bytes if laid else None,

@@ -62,7 +62,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
     """Raises ``UsageError`` for an optimizer whose step cannot be called without a closure, such as LBFGS."""
     if optimizer is None:
         return
-    parameters = list(inspect.signature(optimizer.step).parameters.values())
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[
+        1:
+    ]  # a scheduler wraps the bound one
     any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if parameters and parameters[0].default is inspect.Parameter.empty and parameters[0].kind not in any_number:
         raise UsageError(

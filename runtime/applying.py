@@ -22,6 +22,7 @@ from poochplan.runtime.engine.audit import OnAudit
 from poochplan.runtime.messages import Messages, warn
 from poochplan.runtime.metering.step_meter import When
 from poochplan.runtime.step_policies.follow import DivergencePolicy
+from poochplan.tensors.optimizers import Optimizers, listed
 from poochplan.tensors.signatures import kernel_switches, model_tensors, passing_buffers
 
 from .active_plan import OverBudget
@@ -34,6 +35,7 @@ from .session import Session
 def apply(
     plan: Plan | PlanSet | Mapping[str, Plan | PlanSet],
     model: torch.nn.Module | Mapping[str, torch.nn.Module],
+    optimizer: Optimizers = None,
     *,
     spill_dir: str | Path | None = None,
     on_divergence: Literal["warn", "error"] = "warn",
@@ -60,6 +62,8 @@ def apply(
     model: unmodified; it has hooks during the block. For several models, such as the two of a GAN, give two
         dictionaries with the same keys. A step belongs to the model called first, or to the one named by
         ``session.step("d")``.
+    optimizer: those whose state the plan streams, if it does (``docs/optimizer-state.md``). Their state then leaves the
+        device before the first step; that of others when they first step, and until then no step is judged.
     spill_dir: directory of the spill file (CPU device); by default ``$POOCH_SPILL_DIR``, then a disk-backed
         temporary directory. It takes about ``plan.prediction.host_bytes`` (for a set, the most of any plan).
     on_divergence: if a step diverges from its plan, ``"warn"`` swaps every saved value from there on, and
@@ -153,6 +157,7 @@ def apply(
         step_arena=step_arena_for(arena, where.type, planner.pack if planner is not None else None, every),
         messages=Messages(is_quiet=quiet),
         on_audit=OnAudit(on_audit),
+        optimizers=listed(optimizer),
     )
 
 

@@ -15,6 +15,7 @@ from poochplan.units import format_bytes
 
 from .active_plan import REMEDY, ActivePlan, OverBudget, over_budget_text
 from .arena.step_arena import StepArena
+from .optimizer_state.steps import SteppedInChunks
 from .plan_source import PlanSource
 
 FROM_TORCH = "planned steps take their memory from torch's allocator"
@@ -73,6 +74,8 @@ class BudgetKeeper:
         """Of the open segment if it follows no plan, and how many such segments there were."""
         self.expand: bool | None = None
         """Whether the allocator's segments expand; None if what it reserves is not predicted."""
+        self.state: SteppedInChunks | None = None
+        """While it is waiting for an optimizer, whose state is still there, planned steps are not judged."""
         self._is_limit_due = True
         """Whether the next of them begins with a census."""
 
@@ -106,7 +109,8 @@ class BudgetKeeper:
             reserved_bytes = segment.report.reserved_bytes or 0
             if reserved_bytes > self.limit_bytes:
                 self._tell_above(WITHOUT_PLAN_ABOVE, reserved_bytes, self.limit_bytes)
-        if not self.is_on or plan is None or peak_bytes is None:
+        is_waiting = self.state is not None and self.state.is_waiting
+        if not self.is_on or plan is None or peak_bytes is None or is_waiting:
             return
         if not plan.is_over(peak_bytes):
             if not (engine.audit.keeps_all or segment.diverged):

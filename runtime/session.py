@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import MappingProxyType, TracebackType
 
@@ -60,8 +60,9 @@ class Session:
         messages: Messages | None = None,
         is_guarded: bool = True,
         on_audit: OnAudit = OnAudit.OFF,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        self._models, self._source = models, source
+        self._models, self._source, self._optimizers = models, source, weakref.WeakSet(optimizers)
         observer = observer or StepObserver(source)
         self._book, self._observer = source.book, observer
         self._on_over_budget, self._cap_bytes, self._planner = on_over_budget, cap_bytes, planner
@@ -108,7 +109,8 @@ class Session:
             self._warns_if_full(lambda: self._device.reserve_host(self._engine.host.planned_bytes))
             stack.callback(self._meter.step_is_over)
             stack.callback(self._step_arena.close)
-            self._chunked = SteppedInChunks(self._models, self._attachment, self._messages.warn)
+            chunked = SteppedInChunks(self._models, self._optimizers, self._attachment, self._messages.warn)
+            self._chunked = self._keeper.state = chunked
             stack.callback(self._chunked.close)
             self._collect()
             self._engine.audit.compares_unplanned = self._on_audit is not OnAudit.OFF

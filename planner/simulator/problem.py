@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, zip_longest
@@ -15,10 +16,11 @@ import numpy as np
 
 from poochplan.errors import ModelMismatchError, PoochError
 from poochplan.formats.occupancy import Floats, Ints, born_ticks, live_bytes
-from poochplan.formats.plan import Plan
+from poochplan.formats.plan import Plan, StateChunk
 from poochplan.formats.profile import Kind, Link, Phase, PointKind, Profile, RuntimeCost
 from poochplan.formats.queries import saved_values
 
+from .optimizer_state import check_state, with_state
 from .replays import MergedReplay, ReplayGraph, build_replay_graph
 from .sources import is_source, with_sources
 from .views import on_ranks, without_arena
@@ -164,6 +166,10 @@ class Problem:
     plain_s: float
     """Seconds of the step by PyTorch alone if that was timed, else ``in_core_s``: the reference of overheads."""
     launch_cost: LaunchCost
+    measured: Profile
+    """The profile with all optimizer state on the device; ``profile`` is the same step with ``state``."""
+    state: tuple[StateChunk, ...]
+    """The chunks of optimizers of which some state is streamed, as ``Plan.state``."""
 
     @staticmethod
     def of(
@@ -173,21 +179,24 @@ class Problem:
         ranks: int = 1,
         has_arena: bool | None = None,
         has_sources: bool = False,
+        state: Sequence[StateChunk] = (),
     ) -> Problem:
         """The planning problem of a profile's step, or of the step of a plan that was made from it: with the plan's
-        sources, its share of the link, and an arena if it has one.
+        sources and optimizer state, its share of the link, and an arena if it has one.
 
-        ``ranks`` of one host share its link evenly. ``has_sources``: sources may be held. Raises ``ModelMismatchError``
-        if the plan was made from another profile, ``UsageError`` if ``ranks`` is below 1, and as :func:`check_profile`.
+        ``ranks`` of one host share its link evenly. ``has_sources``: sources may be held. ``state``: chunks, of which
+        some are streamed. Raises ``ModelMismatchError`` if the plan was made from another profile, ``UsageError`` if
+        ``ranks`` is below 1, and as :func:`check_profile`.
         """
         if plan is not None:
-            ranks, has_sources = max(ranks, plan.link.ranks), any(value.source for value in plan.values)
+            ranks, has_sources, state = max(ranks, plan.link.ranks), any(one.source for one in plan.values), plan.state
             has_arena = plan.holds_arena if has_arena is None else has_arena
         profile = on_ranks(without_arena(profile) if has_arena is False else profile, ranks)
         profile = with_sources(profile) if has_sources else profile
         if plan is not None:
             _check_names(profile, plan)
-        return _problem_of(profile)
+            check_state(profile, plan.state)
+        return _problem_of(profile, tuple(state))
 
     @cached_property
     def point_tick_list(self) -> list[int]:
@@ -251,8 +260,12 @@ class Problem:
     @cached_property
     def unserved(self) -> Problem:
         """The same without an arena; itself if ops take no other time then."""
-        slower = without_arena(self.profile)
-        return self if slower is self.profile else Problem.of(slower)
+        slower = without_arena(self.measured)
+        return self if slower is self.measured else _problem_of(slower, self.state)
+
+    def with_state(self, state: Sequence[StateChunk]) -> Problem:
+        """The same step with other chunks of optimizer state, of which some are streamed."""
+        return self if tuple(state) == self.state else _problem_of(self.measured, tuple(state))
 
     def out_seconds(self, value: int) -> float:
         """Seconds of a value's copy to the host, alone on the link."""
@@ -293,7 +306,8 @@ def _check_names(profile: Profile, plan: Plan) -> None:
             )
 
 
-def _problem_of(profile: Profile) -> Problem:
+def _problem_of(measured: Profile, state: tuple[StateChunk, ...]) -> Problem:
+    profile = with_state(measured, state)
     check_profile(profile)
     is_save = tuple(point.kind is PointKind.SAVE for point in profile.points)
     save_points = tuple(index for index, save in enumerate(is_save) if save)
@@ -359,6 +373,8 @@ def _problem_of(profile: Profile) -> Problem:
         in_core_s=in_core_s,
         plain_s=in_core_s if profile.times.plain_step_s is None else profile.times.plain_step_s,
         launch_cost=cost,
+        measured=measured,
+        state=state,
     )
 
 

@@ -31,7 +31,7 @@ from poochplan.formats.profile import (
     StepFacts,
     Value,
 )
-from poochplan.formats.profile_parts import LOSS_IS_HELD, rounded_up
+from poochplan.formats.profile_parts import LOSS_IS_HELD, OptimizerState, rounded_up
 from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 from poochplan.profiler.capture.op_blocks import stray_values
@@ -68,6 +68,7 @@ def assemble(
     mode: Literal["run", "swap-all", "fake"],
     device: Device,
     notes: list[str],
+    optimizers: tuple[OptimizerState, ...],
     accumulate: bool,
     held_bytes: Mapping[tuple[str, Kind], int],
 ) -> Profile:
@@ -104,6 +105,7 @@ def assemble(
         gradients_live_through_forward=accumulate,
         link=link,
         facts=step_facts(capture),
+        optimizers=optimizers,
         notes=tuple(notes),
         ops=ops,
         values=values,

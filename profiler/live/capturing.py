@@ -14,7 +14,7 @@ import torch
 from poochplan.formats.occupancy import Floats
 from poochplan.formats.plan import Decision
 from poochplan.formats.profile import Device, Kind, Link, Phase, PointKind, Profile, preset_link
-from poochplan.formats.profile_parts import rounded_up
+from poochplan.formats.profile_parts import OptimizerState, rounded_up
 from poochplan.profiler.assembly.assemble import assemble, model_notes, step_notes, this_machine
 from poochplan.profiler.assembly.reconcile import PhaseSeconds
 from poochplan.profiler.capture.capture import Capture, collected_after
@@ -25,6 +25,7 @@ from poochplan.runtime.metering.census import LEAST_BYTES, bucket_bytes, census,
 from poochplan.runtime.replays.replay import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.modes import around_calls
+from poochplan.tensors.optimizers import is_separable, movable_state, parameters_of
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import bytes_of, gradient_of, has_storage, parts_of
 from poochplan.torch_private.sharding import is_sharded, local_tensor
@@ -51,8 +52,8 @@ class Moving(SwapEach):
 
 
 class Capturing(SegmentObserver):
-    """``capture`` has the segment's ops and values, ``kinds`` the values' kinds, ``beside_bytes`` other memory. The
-    first kind that is noted for a value counts.
+    """``capture`` has the segment's ops and values, ``kinds`` the values' kinds, ``optimizers`` what of the optimizers'
+    state may leave the device, ``beside_bytes`` other memory. The first kind that is noted for a value counts.
     """
 
     def __init__(self, context: StudyContext, capture: Capture | None = None, before: Capture | None = None) -> None:
@@ -64,6 +65,7 @@ class Capturing(SegmentObserver):
         self.swaps_once = True
         self.instrument = self.capture
         self.kinds: dict[int, Kind] = {}
+        self.optimizers: list[OptimizerState] = []
         self.beside_bytes = 0
         self.has_gradients = False
         self._number = self._bucket_bytes = 0
@@ -102,7 +104,7 @@ class Capturing(SegmentObserver):
         self._note(model.parameters(), Kind.PARAMETER)
         self._note(model.buffers(), Kind.BUFFER)
         for optimizer in self.context.optimizers:
-            self._note(pytree.tree_leaves(list(optimizer.state.values())), Kind.OPTIMIZER_STATE)
+            self._note_state(optimizer)
         if self.has_gradients:
             self._note_gradients()
         if self.context.there_before is not None:
@@ -142,6 +144,21 @@ class Capturing(SegmentObserver):
                 if not is_new or self.capture.lifetimes.find(part) < 0:
                     self.kinds.setdefault(self.capture.value_of(part), kind)
 
+    def _note_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Sets the kind of an optimizer's state, and records what of it may leave the device."""
+        parameters = parameters_of(optimizer)
+        movable = [movable_state(optimizer, one) for one in parameters]
+        before = set(self.kinds)
+        self._note(pytree.tree_leaves(list(optimizer.state.values())), Kind.OPTIMIZER_STATE)
+        if set(self.context.model.parameters()).isdisjoint(parameters):
+            return
+        found = list[tuple[int, ...]]()
+        for tensors in movable:
+            found.append(tuple(number for one in tensors if (number := self.capture.value_of(one)) not in before))
+            before.update(found[-1])  # each value is listed once
+        name = type(optimizer).__name__
+        self.optimizers.append(OptimizerState(name=name, separable=is_separable(optimizer), parameters=tuple(found)))
+
     def _note_gradients(self) -> None:
         """Sets the kind of the gradients that exist. FSDP2 makes some after the last op of a backward."""
         gradients = [one for one in map(gradient_of, self.context.model.parameters()) if one is not None]
@@ -176,6 +193,7 @@ class Capturing(SegmentObserver):
             mode=mode,
             device=device or this_machine(self.context.where),
             notes=[*self._model_notes, *step_notes(self.capture, self.kinds, is_fake=mode == "fake"), *notes],
+            optimizers=tuple(self.optimizers),
             accumulate=self.has_gradients,
             held_bytes={
                 ("cublas", Kind.LIBRARY): self._library_bytes,

@@ -16,7 +16,7 @@ import torch
 
 from poochplan.errors import StepError, UsageError
 from poochplan.runtime.devices.backend import Generator, backends_in_use
-from poochplan.tensors.storages import is_made_of_parts, parts_of, storage_key
+from poochplan.tensors.storages import Geometry, is_made_of_parts, parts_of, plain_storage, storage_key
 from poochplan.torch_private.tensor_internals import (
     OWN_DICTIONARIES,
     is_zero,
@@ -175,17 +175,28 @@ def _kept_tensor(name: str, tensor: torch.Tensor, storages: dict[int, Kept]) -> 
                 tensor.data.copy_(whole)
 
     else:
-        alias = None if is_made_of_parts(tensor) else tensor.data
+        alias_of, geometry = (None, None) if is_made_of_parts(tensor) else (_kept_alias(tensor), _geometry(tensor))
 
         def put_back() -> None:
-            if alias is not None and _geometry(tensor) != _geometry(alias):
-                tensor.data = alias
+            if alias_of is not None and _geometry(tensor) != geometry:
+                tensor.data = alias_of()
 
         for part in parts_of(tensor):
             if not is_zero(part) and storage_key(part) not in storages:  # nothing can write a zero
                 storages[storage_key(part)] = _kept_storage(name, part.untyped_storage())
     facts = _facts(tensor)
     return Kept(name, put_back, lambda: _facts(tensor) == facts)
+
+
+def _kept_alias(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Gives a tensor on the memory that this one has now. Until then no other tensor has that memory, if it is an
+    ordinary one: state that is shared would stay on the device.
+    """
+    storage = plain_storage(tensor, tensor.device.type)
+    if storage is not None:
+        return partial(Geometry.of(tensor).on, storage)
+    alias = tensor.data
+    return lambda: alias
 
 
 def _kept_storage(name: str, storage: torch.UntypedStorage) -> Kept:

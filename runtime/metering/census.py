@@ -194,14 +194,10 @@ class Growth:
 
 def state_of_optimizers(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The state of the optimizers that step any of these parameters."""
-    return tensors_in([list(one.state.values()) for one in optimizers_of(parameters)])
-
-
-def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
-    """The optimizers that step any of these parameters."""
     mine = set(parameters)
     found = live(torch.optim.Optimizer)
-    return [one for one in found if any(not mine.isdisjoint(group["params"]) for group in one.param_groups)]
+    own = (one for one in found if any(not mine.isdisjoint(group["params"]) for group in one.param_groups))
+    return tensors_in([list(one.state.values()) for one in own])
 
 
 def foreseen_bytes(optimizers: Iterable[torch.optim.Optimizer], device_type: str) -> int:

@@ -101,6 +101,8 @@ class StatePlaces:
         """Queues the copies of those that are on the device to their places, behind what writes them."""
         device = self._engine.device
         for tensor in tensors:
+            if tensor.device.type != device.kind:  # away already, or of parameters that are on the host themselves
+                continue
             place = self._place_of(tensor) or self._new_place(tensor)
             if place.going is None and not place.is_refused and not place.has(tensor):
                 storage = tensor.untyped_storage()

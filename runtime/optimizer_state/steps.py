@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence
 from typing import Any
 
 import torch
 
 from poochplan.formats.plan import StateChunk
 from poochplan.runtime.attachment import Attachment
-from poochplan.runtime.metering.census import optimizers_of
 from poochplan.tensors.optimizers import is_separable, movable_state, parameters_of
 from poochplan.torch_private.tensor_internals import tensors_in, unseen_by_modes
 from poochplan.units import format_bytes
@@ -26,6 +25,10 @@ from .places import StatePlaces
 TAKES_CLOSURE = (
     "{}.step() got a closure, which runs forward and backward amid the step: its state ({}) stays on the device, and "
     "steps may exceed the budget; run forward and backward before step()"
+)
+WAITS = (
+    "the plan has optimizer state on the host, which leaves the device when its optimizer first steps; steps may "
+    "exceed the budget until then; pass it, apply(plan, model, optimizer), and its state leaves before the first step"
 )
 Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -46,9 +49,7 @@ class Part:
         """Its state that may leave the device, or has left it."""
         for parameter in (one for group in self.groups for one in group["params"]):
             yield from movable_state(self.optimizer, parameter)
-            for one in self.optimizer.state.get(parameter, {}).values():
-                if isinstance(one, torch.Tensor) and places.is_away(one):
-                    yield one
+            yield from filter(places.is_away, tensors_in(self.optimizer.state.get(parameter, {})))
 
 
 def shadow_of(parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -102,16 +103,21 @@ class Visits:
 
 
 class SteppedInChunks:
-    """State: the optimizers that step in chunks, and the visits of the one that steps now.
+    """State: the optimizers that step in chunks, and the visits of the one that steps now. ``optimizers``: known ones;
+    others are known once they have called a hook.
 
     It belongs to the session of ``attachment``, on whose thread it is used. If something of ours fails, the session
     stands aside: all state comes back, and steps are whole again.
     """
 
     def __init__(
-        self, models: Mapping[str, torch.nn.Module], attachment: Attachment, warn: Callable[[str], None]
+        self,
+        models: Mapping[str, torch.nn.Module],
+        optimizers: MutableSet[torch.optim.Optimizer],
+        attachment: Attachment,
+        warn: Callable[[str], None],
     ) -> None:
-        self._models, self._attachment, self._warn = models, attachment, warn
+        self._models, self._known, self._attachment, self._warn = models, optimizers, attachment, warn
         self._places = StatePlaces(attachment.engine, warn)
         self._chunks: dict[str, tuple[StateChunk, ...]] = {}
         """By name of the model."""
@@ -131,13 +137,24 @@ class SteppedInChunks:
         if _streamed_bytes(chunks) <= _streamed_bytes(self._chunks.get(name, ())):
             return
         self._chunks[name] = tuple(chunks)
-        for optimizer in optimizers_of(self._models[name].parameters()):
+        for optimizer in list(self._known):
             if self.meets(optimizer):
                 for part in self._parts_of(optimizer):
                     self._ours(self._leaves, part)
+        if self.is_waiting:
+            self._warn(WAITS)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an optimizer of which some state is streamed was not met yet, so that all of it may be there."""
+        streamed = {(name, one.optimizer) for name, chunks in self._chunks.items() for one in chunks if one.streamed}
+        return not streamed.issubset(self._of.values())
 
     def meets(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Called before the optimizer's own hooks. Returns whether it steps in chunks."""
+        """Called before the optimizer's own hooks, which code of a compiler does not call. Returns whether it steps in
+        chunks.
+        """
+        self._known.add(optimizer)
         if not self._chunks:
             return False
         if self._of.get(optimizer, ("", -1))[1] < 0:

@@ -140,7 +140,7 @@ def test_without_sources_a_plan_holds_none() -> None:
     budget_bytes = budget_at(profile, 0.5)
     assert any(value.source for value in plan(profile, budget_bytes, evaluations=50).values)
     assert not any(value.source for value in plan(profile, budget_bytes, evaluations=50, without=["sources"]).values)
-    with pytest.raises(UsageError, match="expected sources, found 'masks'"):
+    with pytest.raises(UsageError, match="expected sources or state, found 'masks'"):
         plan(profile, budget_bytes, without=["masks"])
 
 

@@ -16,6 +16,7 @@ from .drawing import Feature, Program, draw
 from .late_trial import late_trial
 from .mutated import all_mutants, caught_by, ready
 from .other_trials import cast_trial, served_trial, windowed_trial
+from .state_trial import state_trial
 from .trial import Outcome, trial
 
 SEEDS = seeds(day=10, deep=100)
@@ -31,6 +32,11 @@ TRIALS: dict[str, tuple[Callable[[Program], Outcome], Iterable[int], str]] = {
     "served from an arena": (served_trial, [82, *seeds(day=2, deep=50)], "blocks served"),
     "recorded in short windows": (windowed_trial, [63, 82, 85, *seeds(day=0, deep=50)], "steps"),
     "sources in place of their copies": (cast_trial, seeds(day=4, deep=500), "steps that followed"),
+    "optimizers whose state is streamed": (
+        lambda program: state_trial(program.seed),
+        seeds(day=3, deep=50),
+        "bytes streamed",
+    ),
     "writes past the dispatcher that begin late": (late_trial, [2, 46, *seeds(day=0, deep=100)], "steps told"),
 }
 """How programs are tried, the seeds, and what is counted. The first three in short windows once ended with an

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from poochplan.tensors.optimizers import LEAST_STATE_BYTES, is_separable, movable_state, parameters_of
 
@@ -174,3 +175,15 @@ def test_tensors_in_containers_may_leave() -> None:
     (one,) = parameters_of(optimizer)
     optimizer.state[one] = {"history": [torch.ones(SIDE, SIDE), torch.zeros(SIDE, SIDE)]}
     assert same(movable_state(optimizer, one), *optimizer.state[one]["history"])
+
+
+def test_the_state_of_sharded_parameters_stays() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(torch.nn.Linear(SIDE, SIDE))
+        model(torch.ones(2, SIDE)).sum().backward()
+        optimizer = stepped(*model.parameters())
+        assert is_separable(optimizer)
+        assert [movable_state(optimizer, one) for one in parameters_of(optimizer)] == [[], []]
+    finally:
+        torch.distributed.destroy_process_group()

@@ -59,7 +59,8 @@ Exit code 4: the plan was written, but its gap is above --max-gap, or Ctrl-C end
 --policy NAME =ilp: ilp: integer program and local search (default). all: compares every policy and writes the plan of
   ilp. Or one baseline alone: checkpoint-greedy, earliest-first, greedy, keep-all, latest-first, pooch (of the PoocH
   paper), recompute-all, seq2seq, sqrt-n, superneurons, swap-all, swap-all-on-demand, tflms, vdnn
---without NAMES: what the plan may not hold in place of saved values: sources, of larger copies (default: it may)
+--without NAMES: with commas, what the plan may not do: sources, hold these in place of larger copies; state, move
+  optimizer state to the host between steps (default: it may do both)
 --timeline >FILE.png: draw the planned step: streams and memory over time
 --picture >FILE.png: draw the decisions: a strip of layers
 <arena>

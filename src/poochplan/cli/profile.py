@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from poochplan.errors import UsageError
 from poochplan.formats.profile import Phase, Profile
+from poochplan.formats.queries import movable_bytes
 from poochplan.planner.simulator.evaluator import begin_build
 from poochplan.report.tables import file_data, frame_table, plain_rows, summary_table
 from poochplan.units import format_seconds, format_with_spread
@@ -260,6 +261,10 @@ def profile_data(profile: Profile, path: Path) -> dict[str, Any]:
         **{f"{phase}_spread_s": getattr(times, f"{phase}_spread_s") for phase in Phase},
         "reconciliation": profile.reconciliation(),
         "static_bytes": profile.static_bytes,
+        "optimizers": [
+            {"name": one.name, "movable_bytes": movable_bytes(profile, one), "separable": one.separable}
+            for one in profile.optimizers
+        ],
         "saved_bytes": sum(value.size_bytes for value in profile.values if value.kind == "activation"),
         "out_bandwidth_bytes_per_s": link.outward.bandwidth_bytes_per_s,
         "in_bandwidth_bytes_per_s": link.inward.bandwidth_bytes_per_s,

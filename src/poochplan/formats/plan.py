@@ -285,6 +285,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
                 f"{decision} {len(sizes)} ({format_bytes(sum(sizes))})" for decision, sizes in self.decided().items()
             ),
             **self._source_rows(),
+            **self._state_rows(),
             "found": found,
             **numbered("assumed", self.assumed),
             **numbered("note", self.notes),
@@ -325,6 +326,15 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         held = {decision: sizes for decision, sizes in self.sources().items() if sizes}
         text = ", ".join(f"{decision} {len(sizes)} ({format_bytes(sum(sizes))})" for decision, sizes in held.items())
         return {"sources of larger copies": text} if held else {}
+
+    def _state_rows(self) -> dict[str, str]:
+        """A row about optimizer state in the host tier; empty if none is streamed."""
+        if not self.state:
+            return {}
+        moved = [chunk.size_bytes for chunk in self.state if chunk.streamed]
+        whole = format_bytes(sum(chunk.size_bytes for chunk in self.state))
+        text = f"{len(moved)} of {len(self.state)} chunks streamed ({format_bytes(sum(moved))} of {whole})"
+        return {"optimizer state": text}
 
     def _reserved_rows(self) -> dict[str, str]:
         """A row on what the allocator reserves on a GPU; empty on the CPU."""
@@ -367,6 +377,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         yield from _source_faults(self)
         yield from _places_on_host(self.values)
         yield from _schedule_faults(self)
+        yield from _state_faults(self.state)
         yield from _layout_faults(self)
         yield from _copies_that_do_not_end(self)
 
@@ -464,6 +475,24 @@ def _action_fault(
         found = last.get(value) or "nothing"
         yield f"{where}: expected {name} of value {value} once, {wanted}, found it after {found}"
     last[value] = name
+
+
+def _state_faults(chunks: Sequence[StateChunk]) -> Iterator[str]:
+    """The chunks of an optimizer follow each other from its first parameter on, and some of them are streamed."""
+    ends, moved = dict[int, int](), dict[int, bool]()
+    for number, chunk in enumerate(chunks):
+        where, first = f"state[{number}]", ends.get(chunk.optimizer, 0)
+        if chunk.optimizer < max(ends, default=0):
+            yield f"{where}.optimizer: expected the optimizers in order, found {chunk.optimizer} too late"
+        if chunk.first != first:
+            yield f"{where}.first: expected {first}, where the chunk before ends, found {chunk.first}"
+        if chunk.count < 1 or chunk.size_bytes < 1:
+            yield f"{where}: expected parameters with state, found {chunk.count} with {chunk.size_bytes} bytes"
+        ends[chunk.optimizer] = chunk.first + chunk.count
+        moved[chunk.optimizer] = moved.get(chunk.optimizer, False) or chunk.streamed
+    for optimizer, is_moved in moved.items():
+        if not is_moved:
+            yield f"state: expected no chunks of optimizer {optimizer}, of which none is streamed, found some"
 
 
 def _layout_faults(plan: Plan) -> Iterator[str]:

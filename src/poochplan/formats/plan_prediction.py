@@ -56,9 +56,14 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     runtime_s: Seconds = 0.0
     """The runtime's own part of ``step_s``: on the CPU its work for handles, swaps, recording and replays; on CUDA the
     compute stream's waits for launches by the thread."""
+    state_s: Seconds = 0.0
+    """Seconds by which streamed optimizer state makes the optimizer's ops longer."""
     out_bytes: Bytes
     in_bytes: Bytes
     host_bytes: Bytes
+    """Of saved values on the host."""
+    state_bytes: Bytes = 0
+    """Of optimizer state on the host, which visits the device once in a step of its optimizer."""
     arena_bytes: Bytes | None = None
     """Bytes of one static arena for all that the step allocates itself; None if it was not computed."""
     arena_live_bytes: Bytes | None = None
@@ -96,9 +101,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     def causes_text(self) -> str:
         """The seconds that the overhead consists of."""
         runtime = f", the runtime itself {format_seconds(self.runtime_s)}" if self.runtime_s else ""
+        state = f", optimizer state {format_seconds(self.state_s)}" if self.state_s else ""
         return (
             f"stall {format_seconds(self.stall_s)}, replay {format_seconds(self.replay_s)}, "
-            f"interference {format_seconds(self.interference_s)}{runtime}"
+            f"interference {format_seconds(self.interference_s)}{state}{runtime}"
         )
 
 

@@ -44,7 +44,7 @@ from .profile_parts import RuntimeCost as RuntimeCost
 from .profile_parts import StepFacts as StepFacts
 from .profile_parts import StepTimes as StepTimes
 from .profile_parts import Value as Value
-from .queries import FRAMES, OUTSIDE, advice, reconciliation
+from .queries import FRAMES, OUTSIDE, advice, movable_text, reconciliation
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -128,6 +128,7 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
             **{f"{phase} ops": text for phase, text in self.reconciliation(LEAST_SHOWN).items()},
             "in-core peak": f"{peak}, in {self.in_core_peak_layer or OUTSIDE}",
             "live all step long": static or "nothing",
+            **({"may leave between steps": movable} if (movable := movable_text(self)) else {}),
             "saved for backward": f"{format_bytes(sum(value.size_bytes for value in saved))} in {len(saved)} values, "
             f"{format_bytes(free_bytes)} of it free to swap or recompute",
             "ops / values / points": f"{len(self.ops)} / {len(self.values)} / {len(self.points)}",
@@ -151,6 +152,9 @@ class Profile(ProfileData, frozen=True, kw_only=True, dict=True):
                 yield from beyond(f"ops[{{}}].{name}", largest, len(values), "values")
         yield from beyond("values[{}].born", [value.born for value in values], len(ops), "ops")
         yield from beyond("values[{}].stretch_of", [value.stretch_of for value in values], len(values), "values")
+        for number, optimizer in enumerate(self.optimizers):
+            largest = [max(numbers, default=-1) for numbers in optimizer.parameters]
+            yield from beyond(f"optimizers[{number}].parameters[{{}}]", largest, len(values), "values")
         yield from beyond("handles[{}].value", [handle.value for handle in self.handles], len(values), "values")
         yield from beyond("points[{}].handle", [point.handle for point in points], len(self.handles), "handles")
         yield from beyond("points[{}].op", [point.op for point in points], len(ops) + 1, "ops and one")

@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 from poochplan.units import format_bytes, format_rate, format_seconds
 
 from .occupancy import live_bytes
-from .profile_parts import Link, Phase, PointKind, ProfileData, StepFacts
+from .profile_parts import Link, OptimizerState, Phase, PointKind, ProfileData, StepFacts
 
 COMPILED_REGION = "compiled_region"
 """Name of the op that stands for a call of a compiled module."""
@@ -85,6 +85,22 @@ def in_flight_bytes(profile: ProfileData) -> int:
     collectives = ({*op.inputs, *op.outputs} for op in profile.ops if op.name.startswith(COLLECTIVES))
     exchanged = (sum(profile.rounded_bytes(profile.values[one].size_bytes) for one in both) for both in collectives)
     return GLOO_THREADS * max(itertools.chain(at_once.values(), exchanged), default=0)
+
+
+def movable_bytes(profile: ProfileData, optimizer: OptimizerState) -> int:
+    """Bytes of the optimizer's state that may leave the device between its steps."""
+    numbers = itertools.chain.from_iterable(optimizer.parameters)
+    return sum(profile.rounded_bytes(profile.values[number].size_bytes) for number in numbers)
+
+
+def movable_text(profile: ProfileData) -> str:
+    """What of the optimizers' state may leave the device between steps, in words; empty if nothing may."""
+    sizes = [(one, movable_bytes(profile, one)) for one in profile.optimizers]
+    return "; ".join(
+        f"{format_bytes(size_bytes)} of {one.name}'s state, {'in chunks' if one.separable else 'as a whole'}"
+        for one, size_bytes in sizes
+        if size_bytes
+    )
 
 
 def swap_seconds(profile: ProfileData, size_bytes: int) -> float:

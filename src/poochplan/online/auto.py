@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -28,6 +28,7 @@ from poochplan.runtime.engine.audit import OnAudit
 from poochplan.runtime.messages import Messages
 from poochplan.runtime.session import Session
 from poochplan.sessions import PLANNER, made_in_any_case
+from poochplan.tensors.optimizers import Optimizers, listed
 from poochplan.units import parse_budget, parse_rate
 
 from .background import BackgroundBuild
@@ -38,7 +39,6 @@ from .planning_process import PlanRequest
 from .studied_plans import StudiedPlans
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 MOST_PERCENT = 100
 """A number up to this is implausible as an amount of bytes."""
 
@@ -141,7 +141,7 @@ def auto(
     entries = Path(cache) if cache is not None else cache_folder() / "auto"
     kept = PlanCache(entries, whole, where, budget, arena, link, rate, on)
     known = KnownPlans(budget, request, kept, messages, policy, refused, measures_here=measures_here)
-    loop = Loop(whole, _listed(optimizer), where)
+    loop = Loop(whole, listed(optimizer), where)
     unplanned = BeforePlan(before, refused, loop)
     with_costs = with_known_cost if where.type == "cpu" else with_cached_cost
     options = StudyOptions(
@@ -164,6 +164,7 @@ def auto(
         step_arena=step_arena_for(arena, where.type, PLANNER.pack),
         messages=messages,
         on_audit=OnAudit(on_audit),
+        optimizers=listed(optimizer),
     )
 
 
@@ -172,14 +173,3 @@ def check_budget(budget: str | int | float) -> None:
     parse_budget(budget, 1 << 60)
     if not isinstance(budget, str) and 1 < budget <= MOST_PERCENT:
         raise UsageError(f'budget: expected "60%", "8GiB" or bytes, found {budget}; did you mean "{budget}%"?')
-
-
-def _listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or []
-    return [_inner(one) for one in given]
-
-
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that really steps, of one that a library (accelerate, Lightning) has wrapped."""
-    wrapped = getattr(optimizer, "optimizer", None)
-    return _inner(wrapped) if isinstance(wrapped, torch.optim.Optimizer) else optimizer

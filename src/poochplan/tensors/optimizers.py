@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from poochplan.torch_private.tensor_internals import holders_of, storage_identit
 
 from .storages import plain_storage, stands_for_memory
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+"""What a caller names: one, several or none."""
 LEAST_STATE_BYTES = 64 * 1024
 """Smaller tensors stay on the device: they are many, and together they take little memory."""
 
@@ -31,6 +33,17 @@ _SEPARABLE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     }
 )
 """These step each parameter by its own gradient and state alone."""
+
+
+def listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    """Those that really step, of some that a library (accelerate, Lightning) may have wrapped."""
+    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or []
+    return [_inner(one) for one in given]
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    wrapped = getattr(optimizer, "optimizer", None)
+    return _inner(wrapped) if isinstance(wrapped, torch.optim.Optimizer) else optimizer
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
