@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence
 from typing import Any
 
@@ -49,6 +50,11 @@ class Part:
         """Its state that may leave the device, or has left it."""
         for parameter in (one for group in self.groups for one in group["params"]):
             yield from movable_state(self.optimizer, parameter)
+        yield from self.away(places)
+
+    def away(self, places: StatePlaces) -> Iterator[torch.Tensor]:
+        """Its state that has left the device."""
+        for parameter in (one for group in self.groups for one in group["params"]):
             yield from filter(places.is_away, tensors_in(self.optimizer.state.get(parameter, {})))
 
 
@@ -71,8 +77,10 @@ class Visits:
         self._fetch(0)
 
     def enter(self, part: Part) -> None:
-        """The part is stepped next."""
-        if part.is_streamed:
+        """The part is stepped next. State of a kept one is away if its parameters were in a streamed one before."""
+        if not part.is_streamed:
+            self._places.come_back(list(part.away(self._places)))
+        else:
             number = self._streamed.index(part)
             self._places.settle(self._leaving.pop(number - 2, ()))
             self._fetch(number + 1)
@@ -166,9 +174,10 @@ class SteppedInChunks:
                 optimizer.register_step_pre_hook(before),
                 optimizer.register_step_post_hook(self._stepped),
             )
-        # Ours comes last: those of the user may still change gradients.
-        hooks: Any = optimizer._optimizer_step_pre_hooks
-        hooks.move_to_end(self._hooks[optimizer][0].id)
+        # Ours are next to the step: those of the user may change gradients before it, and state behind it.
+        before_it, behind_it = self._hooks[optimizer]
+        _hooks_of(optimizer, "pre").move_to_end(before_it.id)
+        _hooks_of(optimizer, "post").move_to_end(behind_it.id, last=False)
         return True
 
     def close(self) -> None:
@@ -212,6 +221,7 @@ class SteppedInChunks:
             return None
         closure, rest = kwargs.get("closure", args[1] if len(args) > 1 else None), args[1:]
         if not is_separable(optimizer):
+            parts = [Part(optimizer, 0, _ALL, is_streamed=True)]
             if closure is not None:
                 self._stay(optimizer)
             elif not (self._ours(self._begin, parts) and self._ours(self._enter, parts[0])):
@@ -297,6 +307,11 @@ class SteppedInChunks:
 
 _ALL = 1 << 62
 """More parameters than any optimizer has."""
+
+
+def _hooks_of(optimizer: torch.optim.Optimizer, when: str) -> OrderedDict[int, Any]:
+    found: OrderedDict[int, Any] = getattr(optimizer, f"_optimizer_step_{when}_hooks")
+    return found
 
 
 def _streamed_bytes(chunks: Iterable[StateChunk]) -> int:

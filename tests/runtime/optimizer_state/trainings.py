@@ -145,7 +145,7 @@ def planned(model: Callable[[], nn.Module] = Layers, state: tuple[StateChunk, ..
 def streaming(training: Training, plan: Plan | None = None, **options: Any) -> Iterator[Session]:
     """A session of the training."""
     plan = planned(type(training.model)) if plan is None else plan
-    with poochplan.apply(plan, training.model, quiet=True, **options) as session:
+    with poochplan.apply(plan, training.model, training.optimizer, quiet=True, **options) as session:
         training.session = session
         yield session
     training.session = None
@@ -157,10 +157,11 @@ def either_way(
     model: Callable[[], nn.Module] = Layers,
     state: tuple[StateChunk, ...] | None = None,
     begin: Callable[[Training], object] = lambda _: None,
+    behind: Callable[[Training], object] = lambda training: training.steps(2),
     **options: Any,
 ) -> Training:
-    """``use`` sees the same in a session as without one, and two more steps behind the session go on so. ``begin`` is
-    before the session. Returns the training that was in it.
+    """``use`` sees the same in a session as without one, and so does what comes ``behind`` it. ``begin`` is before it.
+    Returns the training that was in the session.
     """
     found = []
     for plan in (None, planned(model, state)):
@@ -169,7 +170,7 @@ def either_way(
         with contextlib.nullcontext() if plan is None else streaming(training, plan, **options):
             use(training)
         training.see()
-        training.steps(2)
+        behind(training)
         found.append(training)
     plain, streamed = found
     assert len(plain.seen) == len(streamed.seen)
