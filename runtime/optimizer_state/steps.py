@@ -7,10 +7,12 @@ the user's hooks. So hooks, schedulers and scalers see one step, and an error on
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,6 +76,8 @@ class Visits:
         self._places, self._streamed = places, [part for part in parts if part.is_streamed]
         self._inside: dict[int, list[torch.Tensor]] = {}
         self._leaving: dict[int, list[torch.Tensor]] = {}
+
+    def begin(self) -> None:
         self._fetch(0)
 
     def enter(self, part: Part) -> None:
@@ -108,6 +112,16 @@ class Visits:
         if number < len(self._streamed):
             self._inside[number] = state = list(self._streamed[number].state(self._places))
             self._places.fetch(state)
+
+
+@dataclass
+class Made:
+    """How far a step has come. ``is_theirs``: whether code of the user's or of torch's runs, whose errors pass.
+    ``last``: the arguments of torch's own call, which is what is left to do; None for the given ones.
+    """
+
+    is_theirs: bool = False
+    last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
 
 class SteppedInChunks:
@@ -212,62 +226,100 @@ class SteppedInChunks:
     # -- a step of an optimizer ---------------------------------------------------------------------------------------
 
     def _steps(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Torch's hook before a step. Makes all of its calls but the last, and returns that one's arguments."""
+        """Torch's hook before a step, so that it only tries. Returns what torch is to call last."""
         if torch.compiler.is_compiling():
             return None
+        made = Made()
+        try:
+            self._in_chunks(optimizer, args, kwargs, made)
+        except BaseException as error:
+            if not self._goes_on(optimizer, error, made):
+                raise
+        return made.last
+
+    def _in_chunks(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], made: Made
+    ) -> None:
         parts = self._parts_of(optimizer) if self._is_here(optimizer) else []
         if not any(part.is_streamed for part in parts):
             self._come_back(optimizer)
-            return None
+            return
         closure, rest = kwargs.get("closure", args[1] if len(args) > 1 else None), args[1:]
         if not is_separable(optimizer):
-            parts = [Part(optimizer, 0, _ALL, is_streamed=True)]
             if closure is not None:
                 self._stay(optimizer)
-            elif not (self._ours(self._begin, parts) and self._ours(self._enter, parts[0])):
-                self._come_back(optimizer)
-            return None
+            else:  # it is one part, even if the plan, which was made with another optimizer, has several
+                parts = [Part(optimizer, 0, _ALL, is_streamed=True)]
+                self._enters(self._begin(parts), parts[0])
+            return
         if closure is not None:  # which every optimizer that is separable calls first, and so
+            made.is_theirs = True
             with torch.enable_grad():
                 loss = closure()
+            made.is_theirs = False
             rest, kwargs = (), {**kwargs, "closure": lambda: loss}
-        return (self._until_last(optimizer, parts, rest, kwargs), *rest), kwargs
+            made.last = (optimizer,), kwargs
+        self._until_last(optimizer, parts, rest, kwargs, made)
 
     def _until_last(
-        self, optimizer: torch.optim.Optimizer, parts: list[Part], rest: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.optim.Optimizer:
+        self,
+        optimizer: torch.optim.Optimizer,
+        parts: list[Part],
+        rest: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        made: Made,
+    ) -> None:
         step: Callable[..., Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
-        self._ours(self._begin, parts)
+        visits = self._begin(parts)
         for number, part in enumerate(parts):
-            if self._visits is None or not self._ours(self._visits.enter, part):
-                self._come_back(optimizer)  # something of ours has failed: what is left is stepped at once
-                return shadow_of(parts[number:], optimizer)
+            self._enters(visits, part)
+            shadow = shadow_of([part], optimizer)
             if number + 1 == len(parts):
+                made.last = (shadow, *rest), kwargs
                 break
-            try:
-                step(shadow_of([part], optimizer), *rest, **kwargs)
-            except BaseException:
-                self._ours(self._end)
-                raise
-            self._ours(self._visits.leave, part)
-        return shadow_of(parts[-1:], optimizer)
+            left = shadow_of(parts[number + 1 :], optimizer)
+            made.is_theirs = True
+            step(shadow, *rest, **kwargs)
+            made.is_theirs, made.last = False, ((left, *rest), kwargs)
+            with _quietly():
+                visits.leave(part)
+
+    def _goes_on(self, optimizer: torch.optim.Optimizer, error: BaseException, made: Made) -> bool:
+        """Whether what is left is stepped at once, because something of ours has failed."""
+        guard = self._attachment.guard
+        if made.is_theirs or guard is None or not guard.takes(error):
+            self._ours(self._end)
+            return False
+        self._come_back(optimizer)
+        return True
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Torch's hook behind a step."""
-        if not torch.compiler.is_compiling() and not self._ours(self._end):
+        """Torch's hook behind a step, so that it only tries."""
+        if torch.compiler.is_compiling():
+            return
+        try:
+            with _quietly():
+                self._end()
+        except BaseException as error:
+            guard = self._attachment.guard
+            if guard is None or not guard.takes(error):
+                raise
             self._come_back(optimizer)
 
     def _is_here(self, optimizer: torch.optim.Optimizer) -> bool:
         is_on = self._attachment.thread == threading.get_ident() and not self._places.is_copied
         return is_on and optimizer not in self._stays
 
-    def _begin(self, parts: list[Part]) -> None:
-        self._end()  # a step that raised
-        self._visits = Visits(self._places, parts)
+    def _begin(self, parts: list[Part]) -> Visits:
+        with _quietly():
+            self._end()  # a step that raised
+            visits = self._visits = Visits(self._places, parts)
+            visits.begin()
+        return visits
 
-    def _enter(self, part: Part) -> None:
-        if self._visits is not None:
-            self._visits.enter(part)
+    def _enters(self, visits: Visits, part: Part) -> None:
+        with _quietly():
+            visits.enter(part)
 
     def _end(self) -> None:
         """Nothing of a step is left on the device."""
@@ -295,7 +347,7 @@ class SteppedInChunks:
     def _ours(self, call: Callable[..., object], *args: Any) -> bool:
         """Calls something of ours. Returns whether it did not fail; what is no error of ours is raised."""
         try:
-            with unseen_by_modes(), torch.no_grad():
+            with _quietly():
                 call(*args)
         except BaseException as error:
             guard = self._attachment.guard
@@ -303,6 +355,12 @@ class SteppedInChunks:
                 raise
             return False
         return True
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    with unseen_by_modes(), torch.no_grad():
+        yield
 
 
 _ALL = 1 << 62

@@ -17,7 +17,7 @@ from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.optimizer_state.places import NO_LONGER_SHARED, NO_ROOM, STAYS_AWAY
 from tests.runtime.adversarial import AdversarialDevice, OpClock
 from tests.runtime.nets import our_warnings
-from tests.runtime.optimizer_state.trainings import Training, away, chunks, contents, planned
+from tests.runtime.optimizer_state.trainings import Training, away, chunks, planned
 
 pytestmark = pytest.mark.cpu_device
 STREAMED = 10
@@ -161,14 +161,17 @@ def test_a_step_that_finds_no_room_on_the_device_ends_in_its_error_and_the_next_
     torch.manual_seed(7)
     with poochplan.apply(plan, training.model, training.optimizer, device=Full, quiet=True) as session:
         training.step()
-        before = contents(training.optimizer)
         training.optimizer.zero_grad()
         loss = training.loss()
         loss.backward()  # type: ignore[no-untyped-call]
         with pytest.raises(torch.OutOfMemoryError):
             training.optimizer.step()
-        assert [one for one in contents(training.optimizer)][2] == before[2]
-        away(session, training.optimizer)
+        training.optimizer.step()
+        training.see(loss)
+        training.steps(2)
+        assert len(away(session, training.optimizer)) == STREAMED
+    training.steps(1)
+    assert training.seen == plain
 
 
 def test_every_line_says_what_to_do() -> None:
