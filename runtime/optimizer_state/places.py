@@ -156,8 +156,8 @@ class StatePlaces:
                 continue
             if is_host and place.has(tensor) and place.is_shared(tensor):
                 continue
+            place.going = None  # it is there still, and a copy that dies is waited for
             try:
-                self.settle([tensor])
                 self.fetch([tensor])
                 self.arrive([tensor])
             except RuntimeError as error:

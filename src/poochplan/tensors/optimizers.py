@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from poochplan.torch_private.tensor_internals import holders_of, storage_identity, tensors_in
+from poochplan.torch_private.tensor_internals import holders_of, private_device_type, storage_identity, tensors_in
 
 from .storages import plain_storage, stands_for_memory
 
@@ -62,8 +62,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def movable_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
     """The tensors of a parameter's state that may leave the device between steps, each once.
 
-    They are on the parameter's device and large, and no other tensor has their memory. Of fake tensors this is not
-    asked, because torch's caches hold their storages too.
+    They are on the parameter's device, whose type is one of torch's own, and large, and no other tensor has their
+    memory. Of fake tensors this last is not asked, because torch's caches hold their storages too.
     """
     found: dict[int, torch.Tensor] = {}
     for tensor in tensors_in(optimizer.state.get(parameter, {})):
@@ -80,6 +80,8 @@ _HOLDERS = 2
 def _own_storage(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage of a tensor that may leave the device; None if it may not."""
     if tensor.device != parameter.device or tensor.requires_grad or tensor is parameter.grad:
+        return None
+    if tensor.device.type == private_device_type():
         return None
     storage = plain_storage(tensor, tensor.device.type)
     if storage is None or storage.nbytes() < LEAST_STATE_BYTES:
