@@ -39,9 +39,7 @@ class Loop:
 
     @property
     def state(self) -> list[torch.Tensor]:
-        return [
-            one for state in self.optimizer.state.values() for one in state.values() if one is not None and one.ndim
-        ]
+        return [one for state in self.optimizer.state.values() for one in state.values() if one.ndim]
 
     def step(self) -> None:
         self.optimizer.zero_grad()
