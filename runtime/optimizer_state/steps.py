@@ -20,6 +20,7 @@ import torch
 from poochplan.formats.plan import StateChunk
 from poochplan.runtime.attachment import Attachment
 from poochplan.tensors.optimizers import is_separable, movable_state, parameters_of
+from poochplan.torch_private.compiler_internals import hidden_from_compiler
 from poochplan.torch_private.tensor_internals import tensors_in, unseen_by_modes
 from poochplan.units import format_bytes
 
@@ -149,6 +150,13 @@ class SteppedInChunks:
         self._stays = weakref.WeakSet[torch.optim.Optimizer]()
         """Those whose state stays on the device, for a reason that was told."""
         self._visits: Visits | None = None
+        self._stepping = weakref.WeakSet[torch.optim.Optimizer]()
+        """Those between their first hook and ours behind the step. It may get a closure, in which a step follows a new
+        plan: such state leaves behind the step, because torch may step it whole.
+        """
+        self._late = weakref.WeakSet[torch.optim.Optimizer]()
+        self._behind = weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]()
+        """The hooks behind the steps of those that stepped before they were known to step in chunks."""
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
@@ -161,8 +169,10 @@ class SteppedInChunks:
         self._chunks[name] = tuple(chunks)
         for optimizer in list(self._known):
             if self.meets(optimizer):
-                for part in self._parts_of(optimizer):
-                    self._ours(self._leaves, part)
+                if optimizer in self._stepping:
+                    self._late.add(optimizer)
+                else:
+                    self._ours(self._leave, optimizer)
         if self.is_waiting:
             self._warn(WAITS)
 
@@ -172,10 +182,14 @@ class SteppedInChunks:
         streamed = {(name, one.optimizer) for name, chunks in self._chunks.items() for one in chunks if one.streamed}
         return not streamed.issubset(self._of.values())
 
+    def begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step begins. Called before the optimizer's own hooks."""
+        if not self.meets(optimizer) and optimizer not in self._behind:
+            self._behind[optimizer] = optimizer.register_step_post_hook(hidden_from_compiler(self._stepped))
+        self._stepping.add(optimizer)
+
     def meets(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Called before the optimizer's own hooks, which code of a compiler does not call. Returns whether it steps in
-        chunks.
-        """
+        """Returns whether it steps in chunks."""
         self._known.add(optimizer)
         if not self._chunks:
             return False
@@ -183,10 +197,10 @@ class SteppedInChunks:
             self._of[optimizer] = self._found(optimizer)
             if self._of[optimizer][1] < 0:
                 return False
-            before: Hook = self._steps
+            before: Hook = hidden_from_compiler(self._steps)
             self._hooks[optimizer] = (
                 optimizer.register_step_pre_hook(before),
-                optimizer.register_step_post_hook(self._stepped),
+                optimizer.register_step_post_hook(hidden_from_compiler(self._stepped)),
             )
         # Ours are next to the step: those of the user may change gradients before it, and state behind it.
         before_it, behind_it = self._hooks[optimizer]
@@ -199,6 +213,9 @@ class SteppedInChunks:
         for handles in self._hooks.values():
             for handle in handles:
                 handle.remove()
+        for handle in self._behind.values():
+            handle.remove()
+        self._behind.clear()
         self._hooks.clear()
         self._chunks.clear()
         self._places.close()
@@ -257,6 +274,7 @@ class SteppedInChunks:
             with torch.enable_grad():
                 loss = closure()
             made.is_theirs = False
+            parts = self._parts_of(optimizer)  # a step in it may follow another plan
             rest, kwargs = (), {**kwargs, "closure": lambda: loss}
             made.last = (optimizer,), kwargs
         self._until_last(optimizer, parts, rest, kwargs, made)
@@ -300,6 +318,10 @@ class SteppedInChunks:
         try:
             with _quietly():
                 self._end()
+                self._stepping.discard(optimizer)
+                if optimizer in self._late:
+                    self._late.discard(optimizer)
+                    self._leave(optimizer)
         except BaseException as error:
             guard = self._attachment.guard
             if guard is None or not guard.takes(error):
@@ -327,11 +349,14 @@ class SteppedInChunks:
         if visits is not None:
             visits.end()
 
-    def _leaves(self, part: Part) -> None:
-        if part.is_streamed:
-            state = list(part.state(self._places))
-            self._places.send(state)
-            self._places.settle(state)
+    def _leave(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its streamed state leaves the device."""
+        for part in self._parts_of(optimizer) if self._is_here(optimizer) else []:
+            if part.is_streamed:
+                state = list(part.state(self._places))
+                self._places.send(state)
+                self._places.settle(state)
+        self._places.finish()
 
     def _stay(self, optimizer: torch.optim.Optimizer) -> None:
         self._stays.add(optimizer)

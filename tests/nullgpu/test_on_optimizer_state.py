@@ -173,6 +173,36 @@ def test_parameters_that_move_to_a_kept_chunk_are_stepped_there(plan: Plan) -> N
         assert len(loop.away(session)) == 2 * (LAYERS - 1)
 
 
+def test_a_loop_whose_steps_are_closures_is_streamed_from_its_first_step_on(plan: Plan) -> None:
+    """As Lightning's: the first forward under the plan is amid a step of the optimizer."""
+    loop, counts = Loop(), list[int]()
+
+    def closure() -> torch.Tensor:
+        loop.optimizer.zero_grad()
+        loss = loop.loss_of()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    with poochplan.apply(plan, loop.model, loop.optimizer, quiet=True) as session:
+        for _ in range(3):
+            loop.optimizer.step(closure)  # type: ignore[arg-type]
+            counts.append(len(loop.away(session)))
+    assert counts == [2 * (LAYERS - 1)] * 3
+
+
+def test_a_step_that_is_compiled_is_streamed(plan: Plan) -> None:
+    loop = Loop()
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), 0.1, momentum=0.9)
+    loop.step()
+    step = torch.compile(loop.optimizer.step, backend="eager")
+    with poochplan.apply(plan, loop.model, loop.optimizer, quiet=True) as session:
+        for _ in range(3):
+            loop.backward()
+            step()
+            loop.optimizer.zero_grad()
+            assert len(loop.away(session)) == LAYERS - 1
+
+
 def test_where_the_host_has_no_memory_for_it_state_stays_and_one_line_says_so(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -242,6 +242,18 @@ class Closure:
         return loss
 
 
+def test_a_plan_that_is_first_followed_amid_a_step() -> None:
+    """Where the loop's forward is in a closure: such state leaves behind that step."""
+
+    def use(training: Training) -> None:
+        for _ in range(3):
+            step: Any = training.optimizer.step
+            training.see(step(Closure(training)).detach())
+            assert training.is_streamed()
+
+    either_way(use, begin=lambda training: training.steps(2))
+
+
 @pytest.mark.parametrize("how", ["positional", "named"])
 @pytest.mark.parametrize("name", ["Adam", "Adamax", "Rprop"])
 def test_a_closure_is_called_once_and_its_loss_returned(how: str, name: str) -> None:

@@ -114,7 +114,10 @@ class Metered:
 
     def step(self, *, raises: bool = False) -> None:
         training = self.training
-        training.loss().backward()  # type: ignore[no-untyped-call]
+        loss = training.loss()
+        self.bits.append(contents(training.optimizer))
+        loss.backward()  # type: ignore[no-untyped-call]
+        del loss
         state = training.moments(6)
         right = state["exp_avg_sq"]
         if raises:
