@@ -453,7 +453,7 @@ class Session:
 
     def _optimizing(self, optimizer: torch.optim.Optimizer) -> None:
         self._observer.optimizing(optimizer)
-        self._chunked.meets(optimizer)
+        self._chunked.begins(optimizer)
         if complaint := self._totals.optimizing(self._engine.segment):
             self._messages.warn(complaint)
         self._step_arena.optimizer_steps(optimizer)

@@ -8,6 +8,7 @@ own way to pin and to queue copies.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import threading
 import weakref
@@ -212,11 +213,16 @@ class AcceleratorDevice:
         self._host.reserve(size_bytes, first, lasting=lasting)
 
     def host_view(self, size_bytes: int, first: int) -> torch.Tensor:
-        """The pinned memory itself, which is then released with the last tensor on it."""
+        """The pinned memory itself, which is then released with the last tensor on it.
+
+        It is a storage of its own, because torch saves and copies whole storages.
+        """
         part, *others = self.parts(first, size_bytes)
         if others:
             raise OSError(errno.ENOMEM, "the bytes lie in several pieces of pinned memory")
-        return part.memory.tensor[part.offset : part.offset + size_bytes]
+        buffer: Any = (ctypes.c_ubyte * size_bytes).from_address(part.memory.tensor.data_ptr() + part.offset)
+        buffer.owner = part.memory.tensor
+        return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def trim_host(self, taken: Sequence[Interval]) -> None:
         """Blocks the calling thread if there is memory to release: copies of the dead values there may still run."""

@@ -295,8 +295,14 @@ class CpuDevice(ComputesWhenCalled):
             self._stack = stack.pop_all()
 
     def reserve_host(self, size_bytes: int, first: int = 0, *, lasting: bool = False) -> None:
-        """Extends the file, and writes every block from ``first`` on once. Raises ``OSError`` if the disk is full."""
+        """Extends the file, and writes every block from ``first`` on once. Raises ``OSError`` if the disk is full.
+
+        What lasts is mapped (:meth:`host_view`), where a write to a block that a full disk does not have ends the
+        process. So it gets all of its blocks here, also those that are part of a hole.
+        """
         self.file.write_ahead(first + size_bytes, first)
+        if lasting:
+            os.posix_fallocate(self.file.descriptor, first, size_bytes)
 
     def host_view(self, size_bytes: int, first: int) -> torch.Tensor:
         """A shared mapping of the file: the system keeps both alike, and the file alive."""

@@ -7,16 +7,20 @@ the user's hooks. So hooks, schedulers and scalers see one step, and an error on
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from poochplan.formats.plan import StateChunk
 from poochplan.runtime.attachment import Attachment
-from poochplan.tensors.optimizers import is_separable, movable_state, parameters_of
+from poochplan.tensors.optimizers import is_away, is_separable, movable_state, parameters_of
+from poochplan.torch_private.compiler_internals import hidden_from_compiler
 from poochplan.torch_private.tensor_internals import tensors_in, unseen_by_modes
 from poochplan.units import format_bytes
 
@@ -67,11 +71,15 @@ class Visits:
         self._places, self._streamed = places, [part for part in parts if part.is_streamed]
         self._inside: dict[int, list[torch.Tensor]] = {}
         self._leaving: dict[int, list[torch.Tensor]] = {}
+
+    def begin(self) -> None:
         self._fetch(0)
 
     def enter(self, part: Part) -> None:
-        """The part is stepped next."""
-        if part.is_streamed:
+        """The part is stepped next. State of a kept one is away if its parameters were in a streamed one before."""
+        if not part.is_streamed:
+            self._places.come_back(filter(is_away, part.state()))
+        else:
             number = self._streamed.index(part)
             self._places.settle(self._leaving.pop(number - 2, ()))
             self._fetch(number + 1)
@@ -101,6 +109,16 @@ class Visits:
             self._places.fetch(state)
 
 
+@dataclass
+class Made:
+    """How far a step has come. ``is_theirs``: whether code of the user's or of torch's runs, whose errors pass.
+    ``last``: the arguments of torch's own call, which is what is left to do; None for the given ones.
+    """
+
+    is_theirs: bool = False
+    last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+
 class SteppedInChunks:
     """State: the optimizers that step in chunks, and the visits of the one that steps now. ``optimizers``: known ones;
     others are known once they have called a hook.
@@ -128,6 +146,13 @@ class SteppedInChunks:
         self._returned = weakref.WeakSet[torch.optim.Optimizer]()
         """Those with state that has come back, or was loaded."""
         self._visits: Visits | None = None
+        self._stepping = weakref.WeakSet[torch.optim.Optimizer]()
+        """Those between their first hook and ours behind the step. It may get a closure, in which a step follows a new
+        plan: such state leaves behind the step, because torch may step it whole.
+        """
+        self._late = weakref.WeakSet[torch.optim.Optimizer]()
+        self._behind = weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]()
+        """The hooks behind the steps of those that stepped before they were known to step in chunks."""
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
@@ -140,17 +165,17 @@ class SteppedInChunks:
         self._chunks[name] = tuple(chunks)
         for optimizer in list(self._known):
             if self.meets(optimizer):
-                for part in self._parts_of(optimizer):
-                    self._ours(self._leaves, part)
+                if optimizer in self._stepping:
+                    self._late.add(optimizer)
+                else:
+                    self._ours(self._leave, optimizer)
         if self.is_waiting:
             self._warn(WAITS)
 
     def step_begins(self) -> None:
         """What has come to the device outside planned steps leaves it."""
         while self._returned:
-            optimizer = self._returned.pop()
-            for part in self._parts_of(optimizer) if self._is_here(optimizer) else ():
-                self._ours(self._leaves, part)
+            self._ours(self._leave, self._returned.pop())
 
     @property
     def is_waiting(self) -> bool:
@@ -158,10 +183,14 @@ class SteppedInChunks:
         streamed = {(name, one.optimizer) for name, chunks in self._chunks.items() for one in chunks if one.streamed}
         return not streamed.issubset(self._of.values())
 
+    def begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step begins. Called before the optimizer's own hooks."""
+        if not self.meets(optimizer) and optimizer not in self._behind:
+            self._behind[optimizer] = optimizer.register_step_post_hook(hidden_from_compiler(self._stepped))
+        self._stepping.add(optimizer)
+
     def meets(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Called before the optimizer's own hooks, which code of a compiler does not call. Returns whether it steps in
-        chunks.
-        """
+        """Returns whether it steps in chunks."""
         self._known.add(optimizer)
         if not self._chunks:
             return False
@@ -169,15 +198,16 @@ class SteppedInChunks:
             self._of[optimizer] = self._found(optimizer)
             if self._of[optimizer][1] < 0:
                 return False
-            before: Hook = self._steps
+            before: Hook = hidden_from_compiler(self._steps)
             self._hooks[optimizer] = (
                 optimizer.register_step_pre_hook(before),
-                optimizer.register_step_post_hook(self._stepped),
+                optimizer.register_step_post_hook(hidden_from_compiler(self._stepped)),
                 optimizer.register_load_state_dict_post_hook(self._returned.add),
             )
-        # Ours comes last: those of the user may still change gradients.
-        hooks: Any = optimizer._optimizer_step_pre_hooks
-        hooks.move_to_end(self._hooks[optimizer][0].id)
+        # Ours are next to the step: those of the user may change gradients before it, and state behind it.
+        before_it, behind_it, _ = self._hooks[optimizer]
+        _hooks_of(optimizer, "pre").move_to_end(before_it.id)
+        _hooks_of(optimizer, "post").move_to_end(behind_it.id, last=False)
         return True
 
     def close(self) -> None:
@@ -185,6 +215,9 @@ class SteppedInChunks:
         for handles in self._hooks.values():
             for handle in handles:
                 handle.remove()
+        for handle in self._behind.values():
+            handle.remove()
+        self._behind.clear()
         self._hooks.clear()
         self._chunks.clear()
         self._places.close()
@@ -212,61 +245,105 @@ class SteppedInChunks:
     # -- a step of an optimizer ---------------------------------------------------------------------------------------
 
     def _steps(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Torch's hook before a step. Makes all of its calls but the last, and returns that one's arguments."""
+        """Torch's hook before a step, so that it only tries. Returns what torch is to call last."""
         if torch.compiler.is_compiling():
             return None
+        made = Made()
+        try:
+            self._in_chunks(optimizer, args, kwargs, made)
+        except BaseException as error:
+            if not self._goes_on(optimizer, error, made):
+                raise
+        return made.last
+
+    def _in_chunks(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], made: Made
+    ) -> None:
         parts = self._parts_of(optimizer) if self._is_here(optimizer) else []
         if not any(part.is_streamed for part in parts):
             self._come_back(optimizer)
-            return None
+            return
         closure, rest = kwargs.get("closure", args[1] if len(args) > 1 else None), args[1:]
         if not is_separable(optimizer):
             if closure is not None:
                 self._stay(optimizer)
-            elif not (self._ours(self._begin, parts) and self._ours(self._enter, parts[0])):
-                self._come_back(optimizer)
-            return None
+            else:  # it is one part, even if the plan, which was made with another optimizer, has several
+                parts = [Part(optimizer, 0, _ALL, is_streamed=True)]
+                self._enters(self._begin(parts), parts[0])
+            return
         if closure is not None:  # which every optimizer that is separable calls first, and so
+            made.is_theirs = True
             with torch.enable_grad():
                 loss = closure()
+            made.is_theirs = False
+            parts = self._parts_of(optimizer)  # a step in it may follow another plan
             rest, kwargs = (), {**kwargs, "closure": lambda: loss}
-        return (self._until_last(optimizer, parts, rest, kwargs), *rest), kwargs
+            made.last = (optimizer,), kwargs
+        self._until_last(optimizer, parts, rest, kwargs, made)
 
     def _until_last(
-        self, optimizer: torch.optim.Optimizer, parts: list[Part], rest: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.optim.Optimizer:
+        self,
+        optimizer: torch.optim.Optimizer,
+        parts: list[Part],
+        rest: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        made: Made,
+    ) -> None:
         step: Callable[..., Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
-        self._ours(self._begin, parts)
+        visits = self._begin(parts)
         for number, part in enumerate(parts):
-            if self._visits is None or not self._ours(self._visits.enter, part):
-                self._come_back(optimizer)  # something of ours has failed: what is left is stepped at once
-                return shadow_of(parts[number:], optimizer)
+            self._enters(visits, part)
+            shadow = shadow_of([part], optimizer)
             if number + 1 == len(parts):
+                made.last = (shadow, *rest), kwargs
                 break
-            try:
-                step(shadow_of([part], optimizer), *rest, **kwargs)
-            except BaseException:
-                self._ours(self._end)
-                raise
-            self._ours(self._visits.leave, part)
-        return shadow_of(parts[-1:], optimizer)
+            left = shadow_of(parts[number + 1 :], optimizer)
+            made.is_theirs = True
+            step(shadow, *rest, **kwargs)
+            made.is_theirs, made.last = False, ((left, *rest), kwargs)
+            with _quietly():
+                visits.leave(part)
+
+    def _goes_on(self, optimizer: torch.optim.Optimizer, error: BaseException, made: Made) -> bool:
+        """Whether what is left is stepped at once, because something of ours has failed."""
+        guard = self._attachment.guard
+        if made.is_theirs or guard is None or not guard.takes(error):
+            self._ours(self._end)
+            return False
+        self._come_back(optimizer)
+        return True
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Torch's hook behind a step."""
-        if not torch.compiler.is_compiling() and not self._ours(self._end):
+        """Torch's hook behind a step, so that it only tries."""
+        if torch.compiler.is_compiling():
+            return
+        try:
+            with _quietly():
+                self._end()
+                self._stepping.discard(optimizer)
+                if optimizer in self._late:
+                    self._late.discard(optimizer)
+                    self._leave(optimizer)
+        except BaseException as error:
+            guard = self._attachment.guard
+            if guard is None or not guard.takes(error):
+                raise
             self._come_back(optimizer)
 
     def _is_here(self, optimizer: torch.optim.Optimizer) -> bool:
         is_on = self._attachment.thread == threading.get_ident() and not self._places.is_copied
         return is_on and optimizer not in self._stays
 
-    def _begin(self, parts: list[Part]) -> None:
-        self._end()  # a step that raised
-        self._visits = Visits(self._places, parts)
+    def _begin(self, parts: list[Part]) -> Visits:
+        with _quietly():
+            self._end()  # a step that raised
+            visits = self._visits = Visits(self._places, parts)
+            visits.begin()
+        return visits
 
-    def _enter(self, part: Part) -> None:
-        if self._visits is not None:
-            self._visits.enter(part)
+    def _enters(self, visits: Visits, part: Part) -> None:
+        with _quietly():
+            visits.enter(part)
 
     def _end(self) -> None:
         """Nothing of a step is left on the device."""
@@ -274,11 +351,14 @@ class SteppedInChunks:
         if visits is not None:
             visits.end()
 
-    def _leaves(self, part: Part) -> None:
-        if part.is_streamed:
-            state = part.state()
-            self._places.send(state)
-            self._places.settle(state)
+    def _leave(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its streamed state leaves the device."""
+        for part in self._parts_of(optimizer) if self._is_here(optimizer) else []:
+            if part.is_streamed:
+                state = part.state()
+                self._places.send(state)
+                self._places.settle(state)
+        self._places.finish()
 
     def _stay(self, optimizer: torch.optim.Optimizer) -> None:
         self._stays.add(optimizer)
@@ -295,7 +375,7 @@ class SteppedInChunks:
     def _ours(self, call: Callable[..., object], *args: Any) -> bool:
         """Calls something of ours. Returns whether it did not fail; what is no error of ours is raised."""
         try:
-            with unseen_by_modes(), torch.no_grad():
+            with _quietly():
                 call(*args)
         except BaseException as error:
             guard = self._attachment.guard
@@ -305,8 +385,19 @@ class SteppedInChunks:
         return True
 
 
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    with unseen_by_modes(), torch.no_grad():
+        yield
+
+
 _ALL = 1 << 62
 """More parameters than any optimizer has."""
+
+
+def _hooks_of(optimizer: torch.optim.Optimizer, when: str) -> OrderedDict[int, Any]:
+    found: OrderedDict[int, Any] = getattr(optimizer, f"_optimizer_step_{when}_hooks")
+    return found
 
 
 def _streamed_bytes(chunks: Iterable[StateChunk]) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import mmap
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +28,9 @@ from poochplan.torch_private.compiler_internals import dispatch_hidden_from_comp
 
 POISON = 0xFF
 """A byte that makes every floating-point type NaN, and an integer -1."""
+MAP_NORESERVE = 0x4000
+MOST_HOST_BYTES = 1 << 32
+"""Addresses of a device's host tier, which takes memory where it is touched."""
 
 
 class OpClock(TorchDispatchMode):
@@ -160,14 +164,20 @@ class AdversarialDevice(ComputesWhenCalled):
         self.violations: list[str] = []
         self.clock = clock
         self.failing_reads, self.failing_writes = failing_reads, failing_writes
-        self._host = bytearray()
+        self._host = mmap.mmap(-1, MOST_HOST_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        self.host_bytes = 0
+        """Bytes of it that were used and not released."""
         self._born: dict[int, int] = {}
 
     def host_parts(self, offset: int, size_bytes: int) -> list[tuple[Any, int]]:
         """Where the bytes at ``offset`` lie, in order: memory, and how many of them."""
-        if len(self._host) < offset + size_bytes:
-            self._host = self._host + bytearray([POISON]) * (offset + size_bytes - len(self._host))
+        if self.host_bytes < offset + size_bytes:
+            self._spoil(self.host_bytes, offset + size_bytes)
+            self.host_bytes = offset + size_bytes
         return [((ctypes.c_ubyte * size_bytes).from_buffer(self._host, offset), size_bytes)]
+
+    def _spoil(self, first: int, behind: int) -> None:
+        ctypes.memset((ctypes.c_ubyte * 1).from_buffer(self._host, first), POISON, behind - first)
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
         storage = torch.empty(size_bytes, dtype=torch.uint8).untyped_storage()
@@ -175,18 +185,25 @@ class AdversarialDevice(ComputesWhenCalled):
         self._born[storage._cdata] = self.clock.now
         return storage
 
-    def reserve_host(self, size_bytes: int, first: int = 0) -> None:
+    def reserve_host(self, size_bytes: int, first: int = 0, *, lasting: bool = False) -> None:
         """What was there is gone."""
         for host, count in self.host_parts(first, size_bytes):
             ctypes.memset(host, POISON, count)
 
+    def host_view(self, size_bytes: int, first: int) -> torch.Tensor:
+        self.host_parts(first, size_bytes)
+        return torch.frombuffer(self._host, dtype=torch.uint8, offset=first, count=size_bytes)
+
     def trim_host(self, taken: Sequence[Interval]) -> None:
         """What lies elsewhere is gone."""
-        kept = bytearray([POISON]) * max((behind for _, behind in taken), default=0)
-        for first, behind in taken:
-            there = self._host[first:behind]
-            kept[first : first + len(there)] = there
-        self._host = kept
+        at = 0
+        for first, behind in sorted(taken):
+            if at < min(first, self.host_bytes):
+                self._spoil(at, min(first, self.host_bytes))
+            at = max(at, behind)
+        if at < self.host_bytes:
+            self._spoil(at, self.host_bytes)
+            self.host_bytes = at
 
     def copy_out(self, storage: torch.UntypedStorage, host_offset: int) -> LazyJob:
         if self.outward.knows_compute_until < self.clock.now:
@@ -255,8 +272,8 @@ class PagedDevice(AdversarialDevice):
             for part in self.tier.parts(offset, size_bytes)
         ]
 
-    def reserve_host(self, size_bytes: int, first: int = 0) -> None:
-        self.tier.reserve(size_bytes, first)
+    def reserve_host(self, size_bytes: int, first: int = 0, *, lasting: bool = False) -> None:
+        self.tier.reserve(size_bytes, first, lasting=lasting)
 
     def trim_host(self, taken: Sequence[Interval]) -> None:
         self.synchronize()

@@ -43,6 +43,8 @@ DOORWAYS = frozenset(
         ("tensor_internals.py", "run"),
         ("tensor_internals.py", "_run_backward"),
         ("compiler_internals.py", "run"),
+        ("steps.py", "_steps"),
+        ("steps.py", "_stepped"),
         ("attributes.py", "packed"),
         ("attributes.py", "unpacked"),
         ("attributes.py", "saved_tensors"),

@@ -77,7 +77,7 @@ def _host_bytes(session: Session) -> int:
         return os.fstat(device.file.descriptor).st_size
     if isinstance(device, PagedDevice):
         return sum(memory.size_bytes for memory in device.taken)
-    return len(device._host)
+    return device.host_bytes
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from poochplan.torch_private.tensor_internals import holders_of, storage_identity, tensors_in
+from poochplan.torch_private.tensor_internals import holders_of, private_device_type, storage_identity, tensors_in
 
 from .storages import plain_storage, stands_for_memory
 
@@ -64,8 +64,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def movable_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
     """The tensors of a parameter's state that may leave the device between steps, or have left it, each once.
 
-    They are on the parameter's device and large, and no other tensor has their memory. Of fake tensors this is not
-    asked, because torch's caches hold their storages too.
+    They are on the parameter's device, whose type is one of torch's own, and large, and no other tensor has their
+    memory. Of fake tensors this last is not asked, because torch's caches hold their storages too.
     """
     found: dict[int, torch.Tensor] = {}
     for tensor in tensors_in(optimizer.state.get(parameter, {})):
@@ -75,20 +75,25 @@ def movable_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> 
     return list(found.values())
 
 
-_AWAY: dict[int, weakref.ref[torch.Tensor]] = {}
-"""The state tensors whose memory is in the host tier, by identity."""
+_AWAY: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+"""The state tensors whose memory is in the host tier, by identity, and where that is."""
 
 
 def is_away(tensor: torch.Tensor) -> bool:
     """Whether a state tensor's memory is in the host tier of a session."""
     known = _AWAY.get(id(tensor))
-    return known is not None and known() is tensor
+    return known is not None and known[0]() is tensor and known[1] == tensor.data_ptr()
 
 
 def goes_away(tensor: torch.Tensor) -> None:
     """Its memory is in the host tier from now on."""
     key = id(tensor)
-    _AWAY[key] = weakref.ref(tensor, lambda known: _AWAY.pop(key, None) if _AWAY.get(key) is known else None)
+
+    def died(known: weakref.ref[torch.Tensor]) -> None:
+        if key in _AWAY and _AWAY[key][0] is known:
+            del _AWAY[key]
+
+    _AWAY[key] = weakref.ref(tensor, died), tensor.data_ptr()
 
 
 def is_back(tensor: torch.Tensor) -> None:
@@ -105,6 +110,8 @@ def _own_storage(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Untyped
     if is_away(tensor):
         return tensor.untyped_storage()
     if tensor.device != parameter.device or tensor.requires_grad or tensor is parameter.grad:
+        return None
+    if tensor.device.type == private_device_type():
         return None
     storage = plain_storage(tensor, tensor.device.type)
     if storage is None or storage.nbytes() < LEAST_STATE_BYTES:

@@ -54,6 +54,12 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+private_device_type: Callable[[], str] = torch._C._get_privateuse1_backend_name
+"""The type of device that another library has added to torch. ``Tensor.data`` of such a tensor takes none of the host's
+memory, as that of torch's own types does.
+"""
+
+
 # --- Tensors and storages: read for each op, so these are C functions ----------------------------------------------
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
