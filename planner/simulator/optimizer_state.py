@@ -24,7 +24,7 @@ from poochplan.formats.profile_parts import OptimizerState
 
 STATE = "state"
 """The name by which ``plan`` leaves all of it on the device."""
-LEAST_CHUNK_BYTES = 16 << 20
+LEAST_CHUNK_BYTES = 4 << 20
 """A chunk has about this many bytes of state, or more: beside so long a copy its latency is little."""
 CHUNKS = 64
 """If that gives more chunks than this, they are larger. The device holds up to three streamed ones at once."""

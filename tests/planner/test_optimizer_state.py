@@ -67,11 +67,12 @@ def optimizer_tick(profile: Profile) -> int:
 # -- chunks -----------------------------------------------------------------------------------------------------------
 
 
-def test_chunks_are_consecutive_parameters_of_at_most_16_mib_or_one_larger_parameter() -> None:
-    chunks = chunks_of(step(2, 3, 4, 1, 7, 40, 1))  # two moments each
+def test_chunks_are_consecutive_parameters_of_at_most_4_mib_or_one_larger_parameter() -> None:
+    chunks = chunks_of(step(1, 1, 1, 2, 7, 40, 1))  # two moments each
     assert [(chunk.first, chunk.count, chunk.size_bytes // MIB) for chunk in chunks] == [
-        (0, 2, 10),
-        (2, 2, 10),
+        (0, 2, 4),
+        (2, 1, 2),
+        (3, 1, 4),
         (4, 1, 14),
         (5, 1, 80),
         (6, 1, 2),
