@@ -39,11 +39,14 @@ from poochplan.planner.simulator.simulate import Candidate, simulate, try_decisi
 from tests.planner.checker import Violation, check  # a judge of the tests, on purpose none of the package
 from tests.planner.plans import interfering_profile, random_schedule
 from tests.planner.random_profiles import random_profile
+from tests.planner.state_profiles import random_adam, scaled
 
 LEAST_OPS = 3
 ROUNDING = 1e-9
 SOLVER, LIMITS = "highs", SolverLimits(60)
 EVERY = 10
+WITH_STATE, STATE_SCALE = 4, 4096
+"""Every fourth of the planned steps has optimizers whose state may leave, and activations about as large as chunks."""
 
 
 def instance(seed: int, most_ops: int) -> tuple[Profile, int]:
@@ -53,6 +56,7 @@ def instance(seed: int, most_ops: int) -> tuple[Profile, int]:
         profile = random_profile(rng.randrange(2**32), rng.randint(LEAST_OPS, most_ops))
         if any(point.kind is PointKind.SAVE for point in profile.points):
             break
+    profile = random_adam(scaled(profile, STATE_SCALE), seed) if seed % WITH_STATE == 0 else profile
     return profile, budget_of(profile, 0.0 if rng.random() < 0.2 else rng.random())
 
 
@@ -66,6 +70,7 @@ def one(seed: int, most_ops: int, time_limit_s: float) -> Row:
         "budget_bytes": budget,
         "in_core_peak_bytes": profile.in_core_peak_bytes,
         "decisions": decisions_of(found),
+        "streamed": sum(chunk.streamed for chunk in found.state),
         "wall_s": time.perf_counter() - started_s,
         "violation": "",
     }
@@ -90,6 +95,7 @@ def summary(rows: list[Row]) -> Row:
         "failed_seeds": [row["seed"] for row in rows if not passed(row)],
         "plans_that_swap": sum("swap" in mix for mix in mixes),
         "plans_that_recompute": sum("recompute" in mix for mix in mixes),
+        "plans_that_stream_state": sum(bool(row.get("streamed")) for row in rows),
         "plans_that_do_both": sum({"swap", "recompute"} <= mix for mix in mixes),
         "most_ops": max(row["ops"] for row in rows),
         "planner_wall_s": sum(row["wall_s"] for row in rows),

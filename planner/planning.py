@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 from poochplan.errors import InfeasibleError, UsageError, check_choice
 from poochplan.formats.occupancy import static_bytes
-from poochplan.formats.plan import Plan, SolveStatus
+from poochplan.formats.plan import Decision, Plan, SolveStatus
 from poochplan.formats.profile import Link, Memory, Profile
 from poochplan.formats.profile_parts import LOSS_IS_HELD
 from poochplan.formats.queries import limits
@@ -30,7 +30,7 @@ from poochplan.planner.search.allowance import SearchCallback, SearchLimits
 from poochplan.planner.search.optimise import Optimum, optimise
 from poochplan.planner.search.streaming import Search, Streaming, optimise_streaming
 from poochplan.planner.simulator.evaluator import begin_build, library, untold_absence
-from poochplan.planner.simulator.optimizer_state import STATE, chunks_of, streamed
+from poochplan.planner.simulator.optimizer_state import STATE, all_streamed
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import Candidate, movable, simulated, swap_all_on_demand
@@ -143,17 +143,17 @@ def plan(
         search = SearchLimits(
             solver, time_limit_s, gap, max(1, threads), host_bytes, evaluations, seed, keep_interrupted
         )
-        one_step = _within_reserved if on == "reserved" else partial(_optimal, has_arena=has_arena)
+        one_step = _search_within(budget_bytes, on, has_arena=has_arena)
         steps = Streaming(problem, host_bytes)
         if STATE in without or not steps.most or keeps_all(problem, budget_bytes, on):
             steps.most = 0
         if (arena == "on" and is_over) or steps.most:
             _check_feasible(PolicyInput(steps.step(steps.most), budget_bytes), steps.smallest(steps.most), arena)
         if steps.most:
-            problem, found = optimise_streaming(steps, budget_bytes, search, _each(one_step, budget_bytes), watch)
+            problem, found = optimise_streaming(steps, budget_bytes, search, one_step, watch)
             given = PolicyInput(problem, budget_bytes)
         else:
-            found = one_step(given, search, watch)
+            found = one_step(problem, search, watch, ())
         if arena == "on" and NO_ARENA in found.notes:
             found = replace(found, best=swap_all_on_demand(problem), notes=())
     held = (note for note in profile.notes if note.startswith(LOSS_IS_HELD))
@@ -187,9 +187,18 @@ def _shares(measured: Link, link: Link, host_bytes: int | None, ranks_per_host: 
         yield f"{each} swaps at most {format_bytes(host_bytes)}, its share of the host budget"
 
 
-def _each(one_step: Callable[[PolicyInput, SearchLimits, SearchCallback | None], Optimum], budget_bytes: int) -> Search:
-    """The search for the best plan of a step with some optimizer state streamed."""
-    return lambda step, limits, watch: one_step(PolicyInput(step, budget_bytes), limits, watch)
+def _search_within(budget_bytes: int, on: On, *, has_arena: bool) -> Search:
+    """The search for the best plan of a step."""
+
+    def search(
+        step: Problem, effort: SearchLimits, watch: SearchCallback | None, starts: Sequence[Sequence[Decision]]
+    ) -> Optimum:
+        given = PolicyInput(step, budget_bytes)
+        if on == "reserved":
+            return _within_reserved(given, effort, watch, starts)
+        return _optimal(given, effort, watch, starts, has_arena=has_arena)
+
+    return search
 
 
 def keeps_all(problem: Problem, budget_bytes: int, on: On) -> bool:
@@ -206,10 +215,7 @@ def smallest_budget(
     With ``arena="on"`` it includes the arena of that plan (see :func:`plan`). ``without`` as there. ``pooch plan
     --min`` plans for it, and the error about a smaller budget names it. It is at least 1.
     """
-    problem = Problem.of(profile)
-    if STATE not in without:
-        chunks = chunks_of(profile)
-        problem = problem.with_state(streamed(chunks, len(chunks)))
+    problem = Problem.of(profile, state=() if STATE in without else all_streamed(profile))
     return max(1, swap_all_on_demand(problem).peak_bytes if arena != "on" else _least_arena(problem))
 
 
@@ -253,7 +259,14 @@ def _check_feasible(given: PolicyInput, smallest: Candidate, arena: Literal["aut
     )
 
 
-def _optimal(given: PolicyInput, search: SearchLimits, watch: SearchCallback | None, *, has_arena: bool) -> Optimum:
+def _optimal(
+    given: PolicyInput,
+    search: SearchLimits,
+    watch: SearchCallback | None,
+    starts: Sequence[Sequence[Decision]],
+    *,
+    has_arena: bool,
+) -> Optimum:
     """The plan that keeps everything if no plan can be faster; else the best plan that was found."""
     problem, budget_bytes = given.problem, given.budget_bytes
     in_core, laid = simulated(problem, KEEP_ALL, keep_all(problem)), None
@@ -270,7 +283,7 @@ def _optimal(given: PolicyInput, search: SearchLimits, watch: SearchCallback | N
             return kept
     fitting = Fitting(problem, budget_bytes) if has_arena else None
     proposals = [partial(run_policy, name, given) for name in STRONG_POLICIES]
-    found = optimise(problem, budget_bytes, search, proposals, watch, fitting)
+    found = optimise(problem, budget_bytes, search, proposals, watch, fitting, starts)
     if laid is None:
         return found
     if NO_ARENA in found.notes or found.best.simulation.step_s >= problem.unserved.keep_all_s:
@@ -282,7 +295,9 @@ def _optimal(given: PolicyInput, search: SearchLimits, watch: SearchCallback | N
     return replace(found, notes=(note, *found.notes))
 
 
-def _within_reserved(given: PolicyInput, search: SearchLimits, watch: SearchCallback | None) -> Optimum:
+def _within_reserved(
+    given: PolicyInput, search: SearchLimits, watch: SearchCallback | None, starts: Sequence[Sequence[Decision]]
+) -> Optimum:
     """The best plan that was found whose reserved bytes fit the budget; else one with about the fewest."""
     fitting = FittingReserved(given.problem, given.budget_bytes)
     in_core = simulated(given.problem, KEEP_ALL, keep_all(given.problem))
@@ -295,7 +310,7 @@ def _within_reserved(given: PolicyInput, search: SearchLimits, watch: SearchCall
     if search.host_bytes is None or int(given.problem.size_bytes[movable(given.problem)].sum()) <= search.host_bytes:
         fitting.pack(smallest)  # a search among plans with more live bytes may meet none that fits
     proposals = [partial(run_policy, name, given) for name in STRONG_POLICIES]
-    found = optimise(given.problem, given.budget_bytes, search, proposals, watch, fitting)
+    found = optimise(given.problem, given.budget_bytes, search, proposals, watch, fitting, starts)
     return replace(found, best=fitting.nearest(found.best)) if NOT_WITHIN in found.notes else found
 
 

@@ -13,6 +13,7 @@ import msgspec
 from poochplan.errors import InfeasibleError, UsageError
 from poochplan.formats.occupancy import held_until, static_bytes
 from poochplan.formats.profile import PRESET_BYTES_PER_S, Kind, Link, Profile, preset_link, rated_link
+from poochplan.planner.simulator.optimizer_state import all_streamed
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.simulate import swap_all_on_demand
 from poochplan.planner.simulator.views import at_speed
@@ -122,10 +123,11 @@ def _rates_text(outward: float, inward: float) -> str:
 
 
 def _check_memory(profile: Profile, memory_bytes: int) -> None:
-    static = sum(static_bytes(profile).values())
+    least = Problem.of(profile, state=all_streamed(profile))
+    static = sum(static_bytes(least.profile).values())
     if memory_bytes > static:
         return
-    smallest = swap_all_on_demand(Problem.of(profile)).peak_bytes
+    smallest = swap_all_on_demand(least).peak_bytes
     raise InfeasibleError(
         f"device memory: expected more than the {static} bytes ({format_bytes(static)}) of parameters, optimizer "
         f"state and inputs that stay in memory for the whole step, found {memory_bytes} bytes "

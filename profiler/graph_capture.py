@@ -1,15 +1,11 @@
-"""GraphCapture: the capture of a step without memory that runs compiled callables node by node.
-
-The compiler splits their graphs as in graph mode, with all points, and generates no code. An interpreter runs both
-halves. The compiler's caches are not used.
-"""
+"""GraphCapture: the capture of a step without memory whose compiled callables run node by node."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -19,11 +15,6 @@ from poochplan.errors import StepError
 from poochplan.formats.profile import Profile, Value
 from poochplan.profiler.fake.fake import FakeCapture, StepMode
 from poochplan.profiler.fake.roofline import Roofline, function_seconds
-from poochplan.runtime.compiled.partitioner import Partitioner, saved_nodes
-from poochplan.runtime.compiled.points import DEFERRED_UNPACK, SAVE, Node, deferred_unpack, readers, save
-from poochplan.runtime.compiled.rewriting import Split, why_never_replayed
-from poochplan.torch_private.compiler_internals import boxed, forget_compiled, not_lowered
-from poochplan.torch_private.tensor_internals import OpOverload
 
 ELSEWHERE = "it is saved outside of compiled graphs, where graph mode recomputes nothing"
 SEVERAL = "more than one compiled graph holds it, or its graph runs more than once in a step"
@@ -31,15 +22,13 @@ _MODULE = re.compile(r"_modules\['(\w+)'\]|\['(\w+)'\]|\.(\w+)")
 
 
 class GraphCapture(FakeCapture):
-    """Additional state: the running node, and which node of which graph saved each value."""
+    """Additional state: whether the running node is fused, and which node of which graph saved each value."""
 
     opens_compiled = True
 
     def __init__(self, model: torch.nn.Module, mode: StepMode, roofline: Roofline | None) -> None:
         super().__init__(model, mode, roofline)
-        self._fused_nodes: frozenset[Node] = frozenset()
-        self._graph: torch.fx.Graph | None = None
-        self._node: Node | None = None
+        self._is_fused = False
         self._saved_by: dict[int, list[tuple[str, str, str]]] = {}
         """By value: the graphs and nodes that saved it, and why each is never replayed."""
         self._runs = False
@@ -85,28 +74,26 @@ class GraphCapture(FakeCapture):
                 self.switch_off()
 
     @contextlib.contextmanager
-    def runs(self, node: Node) -> Iterator[None]:
+    def runs(self, node: torch.fx.Node, *, is_fused: bool) -> Iterator[None]:
         """A block in which a node of a graph runs."""
-        if node.graph is not self._graph:
-            self._graph, self._fused_nodes = node.graph, never_in_memory(node.graph)
-        outer, self._node, self.tracker.of_node = self.tracker.of_node, node, _layer_of(node)
+        outer, self._is_fused, self.tracker.of_node = self.tracker.of_node, is_fused, _layer_of(node)
         try:
             yield
         finally:
-            self._node, self.tracker.of_node = None, outer
+            self._is_fused, self.tracker.of_node = False, outer
 
     @contextlib.contextmanager
-    def saves(self, node: Node) -> Iterator[None]:
+    def saves(self, graph: str, node: str, never: str) -> Iterator[None]:
         """A block in which a graph saves the node's result."""
-        before, (key, never) = len(self.handles), node.meta[_NOTES]
+        before = len(self.handles)
         yield
         for handle in self.handles[before:]:
-            self._saved_by.setdefault(handle.value, []).append((key, node.name, never))
+            self._saved_by.setdefault(handle.value, []).append((graph, node, never))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = len(self.ops)
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
-        for op in self.ops[before:] if self._node in self._fused_nodes else ():
+        for op in self.ops[before:] if self._is_fused else ():
             self.fused.add(id(op))
             op.duration_s = 0.0 if self.roofline is None else function_seconds(self.roofline, func, outputs)
             for number in op.outputs:
@@ -134,59 +121,7 @@ class GraphCapture(FakeCapture):
         return msgspec.structs.replace(value, nodes=nodes, unreplayable=never or value.unreplayable)
 
 
-@contextlib.contextmanager
-def capturing_graphs(capture: GraphCapture) -> Iterator[None]:
-    """A block in which the capture sees the graphs of compiled callables. Code compiled before and in the block is
-    dropped: the compiler counts both, and stops compiling a function that it has compiled often.
-    """
-
-    def lower(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
-        def run(args: Sequence[Any]) -> Any:
-            with capture.inside():
-                return _Interpreter(graph, capture).boxed_run(list(args) if not isinstance(args, list) else args)
-
-        return boxed(run)  # it releases its arguments like compiled code
-
-    forget_compiled()
-    try:
-        with not_lowered(lower, _NotingPartitioner({})):
-            yield
-    finally:
-        forget_compiled()
-
-
-_NOTES = "poochplan"
-"""The metadata of a saved node: the key of its graph, and why it is never replayed (empty if it can be)."""
-
-
-class _NotingPartitioner(Partitioner):
-    def saw(self, key: str, split: Split) -> None:
-        for node in saved_nodes(split):
-            node.meta[_NOTES] = key, why_never_replayed(split, node)
-
-
-class _Interpreter(torch.fx.Interpreter):
-    """Announces each node to the capture before it runs."""
-
-    def __init__(self, graph: torch.fx.GraphModule, capture: GraphCapture) -> None:
-        super().__init__(graph)
-        self._capture = capture
-
-    def run_node(self, n: Node) -> Any:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._capture.runs(n))
-            if n.target is SAVE:
-                stack.enter_context(self._capture.saves(n.all_input_nodes[0]))
-            return super().run_node(n)
-
-    def call_function(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        points = {SAVE: save, DEFERRED_UNPACK: deferred_unpack}  # called directly, so that no mode sees an op
-        if target in points:
-            return points[target](args[0])
-        return super().call_function(target, tuple(args), kwargs)
-
-
-def _layer_of(node: Node) -> str:
+def _layer_of(node: torch.fx.Node) -> str:
     """Path of the innermost module that the node was traced in; for a node of backward, that of its forward node."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
@@ -194,33 +129,3 @@ def _layer_of(node: Node) -> str:
     path = next(reversed(stack.values()))[0]
     inner = path.split("L['self']", 1)[-1]
     return ".".join(next(filter(None, found)) for found in _MODULE.findall(inner) if any(found))
-
-
-# -- what the compiler fuses -----------------------------------------------------------------------------------------
-
-_MADE_ANYWHERE = ("aten.full", "aten.arange", "aten.scalar_tensor", "aten.zeros", "aten.ones", "prims.iota")
-_POINTWISE = ("prims.convert_element_type", "prims.inductor_random", "aten.where", "aten.clone", "aten.constant_pad_nd")
-_REDUCTIONS = ("sum", "mean", "var", "var_mean", "amax", "amin", "max", "min", "any", "all", "prod", "argmax", "argmin")
-
-
-def never_in_memory(graph: torch.fx.Graph) -> frozenset[Node]:
-    """Nodes that only pointwise nodes and reductions read.
-
-    This estimates Inductor's scheduler. A pointwise node or a constant is computed inside the kernels that read it, if
-    all of them are pointwise or reductions. It then only takes the time of its function.
-    """
-    found = ((node, list(readers(node))) for node in graph.nodes if _is_pointwise(node))
-    return frozenset(
-        node for node, reading in found if reading and all(_is_pointwise(x) or _is_reduction(x) for x in reading)
-    )
-
-
-def _is_pointwise(node: Node) -> bool:
-    if not isinstance(node.target, OpOverload):
-        return False
-    name = str(node.target)
-    return torch.Tag.pointwise in node.target.tags or name.startswith((*_MADE_ANYWHERE, *_POINTWISE))
-
-
-def _is_reduction(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and str(node.target).split(".")[1] in _REDUCTIONS

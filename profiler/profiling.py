@@ -32,7 +32,7 @@ from poochplan.profiler.step.forward_only import check_real
 from poochplan.profiler.step.preserve import preserved
 from poochplan.profiler.trials.machine_facts import on_worker_thread, with_cached_cost
 from poochplan.runtime.arena.library import build, fresh_memory
-from poochplan.runtime.compiled.inductor import compiled_deferring
+from poochplan.runtime.compiled_hooks import hooks_for
 from poochplan.runtime.devices.backend import backend_of, memory_left
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.opening import open_device
@@ -263,7 +263,7 @@ def _restoring(steps: StepFunction, where: torch.device, options: Options) -> It
     if options.link is None and where.type == "cpu":
         choose_spill_dir(options.spill_dir)  # raises at once if the directory cannot be used
     model = steps.model  # compiled once, by the first step
-    with preserved(model, steps.optimizer), current(where), compiled_deferring(model, where.type):
+    with preserved(model, steps.optimizer), current(where), hooks_for(model).compiled_deferring(where.type):
         yield steps
 
 

@@ -14,7 +14,7 @@ from poochplan.errors import ModelMismatchError, UsageError, check_choice
 from poochplan.formats.plan import Plan
 from poochplan.formats.plan_set import PlanSet, check_alike, plans_of
 from poochplan.formats.profile import ModelSignature, Profile
-from poochplan.runtime.compiled.inductor import written_replays
+from poochplan.runtime.compiled_hooks import hooks_for
 from poochplan.runtime.devices.cpu import choose_spill_dir
 from poochplan.runtime.devices.device import ComputeDevice
 from poochplan.runtime.devices.opening import check_cap, model_device, open_device
@@ -218,7 +218,7 @@ def check_model(expected: ModelSignature, model: torch.nn.Module, what: str) -> 
 def check_graphs(plan: Plan | PlanSet, model: torch.nn.Module) -> None:
     """Raises ``UsageError`` if a plan recomputes inside compiled graphs, but the model's graphs lack its replays."""
     for one in plans_of(plan):
-        if one.replays and written_replays(model) != frozenset(one.replays):
+        if one.replays and hooks_for(model).written_replays(model) != frozenset(one.replays):
             raise UsageError(
                 "plan: this plan is for a model that poochplan.compile has compiled: expected the "
                 f"{len(one.replays)} tensors that it recomputes inside compiled code, found a model without them; call "

@@ -38,8 +38,7 @@ from poochplan.torch_private.compiler_internals import leave_alone
 from poochplan.torch_private.hooks import Hooks, has_topmost_hooks, stand_aside, topmost_hooks
 from poochplan.torch_private.tensor_internals import in_backward, intercept_autograd
 
-from .compiled.deferred_unpack import deferring, plainly_packed, plainly_unpacked
-from .compiled.inductor import compiled_deferring
+from .compiled_hooks import hooks_for
 from .open_sessions import ENTERED, check_no_session
 from .plan_source import PlanSource, StepObserver
 
@@ -110,6 +109,7 @@ class Attachment:
     def __enter__(self) -> Attachment:
         self.call_site = CallSite.of_caller()
         past_first_calls()
+        self._compiled = hooks_for(self.whole)  # it may load code to leave alone
         leave_alone("poochplan.guard", *(f"poochplan.{one}." for one in _ROOMS))
         stack = self._stack
         try:
@@ -134,7 +134,7 @@ class Attachment:
                 on_idle=self._idle,
                 events=self._events,
             )
-            stack.enter_context(compiled_deferring(self.whole, self._kind))
+            stack.enter_context(self._compiled.compiled_deferring(self._kind))
             around_call = unseen_by(self.engine.recorder, self._observer.around_call)
             stack.enter_context(around_compiled(self.whole, around_call))
             for name, model in self.models.items():
@@ -337,9 +337,9 @@ class Attachment:
         """The hooks, which also defer unpacks of compiled code. Each falls back on a plain one."""
         rescued = self.engine.rescued
         own = guarded(unpack, rescued)  # compiled code may ask for it later
-        pack, unpack = deferring(pack, own, self.engine.may_wait, self.whole, self._kind)
-        pack = guarded(pack, partial(plainly_packed, SavedHandle.untouched))
-        return pack, own if unpack is own else guarded(unpack, partial(plainly_unpacked, rescued))
+        plain_pack, plain_unpack = self._compiled.plainly((SavedHandle.untouched, rescued))
+        pack, unpack = self._compiled.deferring((pack, own), self.engine.may_wait, self._kind)
+        return guarded(pack, plain_pack), own if unpack is own else guarded(unpack, plain_unpack)
 
     # -- called by the engine and by torch --------------------------------------------------------------------
 

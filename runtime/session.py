@@ -364,6 +364,7 @@ class Session:
     def _chosen(self, segment: Segment) -> None:
         self._take_rested()
         self._attachment.watch = None
+        self._chunked.step_begins()
         plan = self._book.following
         self._engine.audit.step_ends()
         if plan is None or self._engine.follows is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.depth import IN_TURN_FILES, LONGEST, OF_TESTS_ROOMS, REST_FILES, THIRDS, turn
-from tests.house import circle, files_per_folder, graph, room_of, twice
+from tests.house import circle, files_per_folder, graph, modules, room_of, twice
 from tests.packaging.folders import listed_packages, package_folders
 
 BELOW = {
@@ -52,6 +52,19 @@ def test_no_library_code_imports_the_command_line_or_the_reports() -> None:
 @pytest.mark.parametrize("room", ["planner", "formats"])
 def test_planning_needs_no_torch(room: str) -> None:
     assert [name for name, targets in graph().items() if room_of(name) == room and "torch" in targets] == []
+
+
+@pytest.mark.parametrize(
+    ("room", "others", "knower"),
+    [
+        ("poochplan.runtime.compiled.", "poochplan.compiling.", "poochplan.runtime.compiled_hooks"),
+        ("poochplan.integrations.onnx.", "poochplan.integrations.onnx.", "poochplan.integrations"),
+    ],
+)
+def test_one_module_outside_imports_or_names(room: str, others: str, knower: str) -> None:
+    naming = {name for name, path in modules().items() if f'"{room[:-1]}' in path.read_text()}
+    importing = {name for name, targets in graph().items() if any(f"{one}.".startswith(room) for one in targets)}
+    assert {one for one in naming | importing if not f"{one}.".startswith((room, others))} == {knower}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -18,7 +18,8 @@ from math import inf
 import numpy as np
 
 from poochplan.errors import InfeasibleError, UsageError
-from poochplan.formats.plan import SolveStatus
+from poochplan.formats.occupancy import Codes
+from poochplan.formats.plan import Decision, SolveStatus
 from poochplan.planner.arena.step_layout import Fitting, Laid
 from poochplan.planner.search.allowance import Allowance, Progress, SearchCallback, SearchLimits
 from poochplan.planner.search.annealing import Incumbents, Walker
@@ -99,8 +100,10 @@ def optimise(
     proposals: Sequence[Callable[[Allowance], Candidate]] = (),
     watch: SearchCallback | None = None,
     fitting: Fitting | None = None,
+    starts: Sequence[Sequence[Decision]] = (),
 ) -> Optimum:
-    """The plan with the least simulated step that was found; ``proposals`` are other policies whose plans are included.
+    """The plan with the least simulated step that was found; ``proposals`` are other policies whose plans are included,
+    and ``starts`` decisions from which walks begin.
 
     With ``fitting`` its arena fits the budget too, or a note says that no such plan was found. An interrupt ends the
     search; with ``effort.keeps_interrupted`` the best plan so far is returned. Raises ``InfeasibleError`` if no plan
@@ -111,7 +114,7 @@ def optimise(
     incumbents = Incumbents(problem, budget_bytes, effort.host_bytes, fitting)
     search = _PlanSearch(incumbents, effort, proposals, whole)
     try:
-        search.begin()
+        search.begin([codes_of(tuple(wish)) for wish in starts])
     except KeyboardInterrupt:
         if not effort.keeps_interrupted or incumbents.step_s == inf:
             raise
@@ -290,7 +293,7 @@ class _PlanSearch:
     def _walker(self) -> Walker:
         return Walker(self.values, self.incumbents, self.is_enough)
 
-    def begin(self) -> None:
+    def begin(self, starts: Sequence[Codes]) -> None:
         """Tries every way to decide if there are few, else simple plans: from here on there is a plan."""
         walker = self._walker()
         keep_all = np.full(self.problem.value_count, KEEP, dtype=np.int8)
@@ -305,9 +308,13 @@ class _PlanSearch:
                     break
             self.is_exhausted = True
             return
+        for codes in starts:
+            walker.try_styles(codes, "ilp", range(len(STYLE_OF)))
         for name, wish in simple_decisions(self.problem):
             walker.try_styles(codes_of(wish), name, range(len(STYLE_OF)))
         self._leave_out_tiny()
+        for codes in starts:
+            self.walking.look_near(codes)
         self.walking.begin()
 
     def _leave_out_tiny(self) -> None:

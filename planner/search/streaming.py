@@ -1,45 +1,67 @@
 """How much optimizer state is streamed: decided together with the activations, under one budget.
 
-The search of activations (``optimise.py``) knows one step. Here it is called for several counts of streamed chunks. An
-interval of counts has a bound: that of a step with the bytes of its largest count and the seconds of its smallest. The
-interval with the least bound is looked at next, by the relaxation, then by a short search at its middle. A long search
-at the best count follows. The least bound of all intervals holds for every count.
+The search of activations (``optimise.py``) knows one step. Here it is called for several counts of streamed chunks: for
+the least that any plan needs, for the least with which everything else stays, and between the best count so far and its
+neighbours. Each search begins with the decisions of the counts beside it. A long one at the best count follows.
+
+**Bounds.** Where some chunks are streamed, more of them take no more bytes at any tick. They make the optimizer's last
+op longer, and no copy waits for what is behind the step's points. So what is proven of a count holds, less the
+difference of these seconds, for every smaller one but none. The least bound of all counts is the bound of the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from math import inf
+from typing import Protocol
 
 from poochplan.errors import InfeasibleError
-from poochplan.formats.plan import SolveStatus, StateChunk
+from poochplan.formats.plan import Decision, SolveStatus, StateChunk
+from poochplan.formats.profile import Phase
 from poochplan.planner.arena.reserved import NOT_WITHIN
 from poochplan.planner.arena.step_layout import NO_ARENA
-from poochplan.planner.search.allowance import EVALUATIONS_PER_SOLVE, Allowance, Progress, SearchCallback, SearchLimits
+from poochplan.planner.search.allowance import EVALUATIONS_PER_SOLVE, Progress, SearchCallback, SearchLimits
 from poochplan.planner.search.bound import lower_bound
 from poochplan.planner.search.optimise import BUILD_SHARE, Optimum
 from poochplan.planner.search.solvers import choose_solver
 from poochplan.planner.simulator.evaluator import library
-from poochplan.planner.simulator.optimizer_state import between, chunks_of, streamed, streamed_bytes
+from poochplan.planner.simulator.optimizer_state import added_seconds, chunks_of, streamed, streamed_bytes
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import simulated, swap_all_on_demand
 
 SHORT_SHARE = 0.06
 """Share of the allowance of each short search."""
-SHORT_SEARCHES = 7
+PLAIN_SHARE = 0.2
+"""The same without streamed state, if a plan may do without: no plan is to be worse than that one."""
+SHORT_SEARCHES = 4
 """Most short searches before the long one."""
 EXPLORE_SHARE = 0.5
-"""Share of the allowance for short searches, and the bounds of intervals, before the long one."""
-LONG_SHARE = 0.9
-"""Share of the rest that the long search may take: the least bound is raised after it."""
-PROOF_SHARE = 0.2
-"""Share of the rest that one interval's bound may take."""
+"""Share of the allowance after which the long search begins."""
+AGAIN_SHARE, LONG_SHARE = 0.3, 0.6
+"""Shares of the rest of a second search without streamed state, if it might still be better, and of the long search."""
+PROOF_SHARE = 0.5
+"""Share of the rest that the bound of one count may take."""
+CLOSE_SHARE = 0.6
+"""Share of the rest of each search after the long one."""
+ENDED_EARLY = (SolveStatus.TIME_LIMIT, SolveStatus.EVALUATION_LIMIT, SolveStatus.INTERRUPTED)
+STARTS = 2
+"""A search begins with the decisions of this many other counts."""
 
-Search = Callable[[Problem, SearchLimits, SearchCallback | None], Optimum]
-"""The best plan that was found for a step with some state streamed."""
+
+class Search(Protocol):
+    """Finds the best plan for a step with some state streamed; ``starts`` are decisions to begin with."""
+
+    def __call__(
+        self,
+        step: Problem,
+        effort: SearchLimits,
+        watch: SearchCallback | None,
+        starts: Sequence[Sequence[Decision]],
+    ) -> Optimum: ...
 
 
 class Streaming:
@@ -53,6 +75,17 @@ class Streaming:
         """The step that streams that many chunks."""
         self.smallest = cache(lambda count: swap_all_on_demand(self.step(count)))
         """The plan with the least peak that streams that many chunks."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the optimizer's last op is behind all points of the step."""
+        profile = self.problem.measured
+        last = max((place for place, op in enumerate(profile.ops) if op.phase is Phase.OPTIMIZER), default=-1)
+        return last < 0 or profile.points[-1].op <= last
+
+    def added_s(self, count: int) -> float:
+        """Seconds by which streaming that many chunks makes the step longer."""
+        return added_seconds(self.problem.measured, self.state(count))
 
     def state(self, count: int) -> tuple[StateChunk, ...]:
         return streamed(self.chunks, count)
@@ -80,22 +113,6 @@ class Streaming:
         return low
 
 
-@dataclass(order=True)
-class _Interval:
-    """Counts that no search was made for."""
-
-    bound_s: float
-    """No plan with these counts has a shorter step."""
-    first: int
-    last: int
-    is_proven: bool = field(default=False, compare=False)
-    """Whether the bound is the relaxation's, and not the seconds of the step alone."""
-
-    @property
-    def middle(self) -> int:
-        return (self.first + self.last) // 2
-
-
 def optimise_streaming(
     steps: Streaming, budget_bytes: int, effort: SearchLimits, search: Search, watch: SearchCallback | None
 ) -> tuple[Problem, Optimum]:
@@ -110,7 +127,7 @@ def optimise_streaming(
 
 
 class _Counts:
-    """State: the best plan of each count that was searched for, and the intervals between these."""
+    """State: the best plan of each count that was searched for, and what is proven of each."""
 
     def __init__(
         self, steps: Streaming, budget_bytes: int, effort: SearchLimits, search: Search, watch: SearchCallback | None
@@ -118,43 +135,57 @@ class _Counts:
         self.steps, self.budget_bytes, self.effort = steps, budget_bytes, effort
         self.search, self.watch = search, watch
         self.whole, self.solver = effort.allowance(), choose_solver(effort.solver)
+        first = steps.fewest(budget_bytes)
+        assert first is not None, "the caller has checked that"
+        self.counts = range(first, steps.most + 1)
+        self.added_s = [steps.added_s(count) for count in range(steps.most + 1)]
         self.found = dict[int, Optimum]()
-        self.bounds_s = dict[int, float]()
-        """By count that was searched for."""
-        self.open, self.closed = list[_Interval](), list[_Interval]()
-        """The closed ones hold no plan that is worth a search."""
+        self.proven_s = dict[int, float]()
+        """By count, what a search or the relaxation has proven of it beyond the seconds of its ops."""
+        self.tried = set[int]()
+        """Counts of which the relaxation was solved, or could not be in time."""
+        self.closed = set[int]()
+        """Counts that were searched for, or would hold no plan."""
+        self.searches = Counter[int]()
+        """By count: how often it was searched for."""
         self.refusal: InfeasibleError | None = None
-        self.is_stopped = False
 
     def run(self) -> None:
+        try:
+            self._run()
+        except KeyboardInterrupt:
+            if not (self.effort.keeps_interrupted and self.found):
+                raise
+            self.whole.stop()
+
+    def _run(self) -> None:
         if not self.whole.is_counted:
             library(BUILD_SHARE * self.effort.time_limit_s)
-        first, kept = self.steps.fewest(self.budget_bytes), self.steps.fewest_kept(self.budget_bytes)
-        assert first is not None, "the caller has checked that"
-        self.open = [self._interval(first, self.steps.most)]
+        kept, first = self.steps.fewest_kept(self.budget_bytes), self.counts[0]
         if kept is not None:
             self._look(kept)  # often at once: nothing is left to decide
-        self._look(first)
-        self._explore(self.whole.part(EXPLORE_SHARE), SHORT_SEARCHES)
-        self._search_long()
-        self._explore(self.whole, self.steps.most + 1)
+        self._look(first, PLAIN_SHARE if first == 0 else SHORT_SHARE)
+        explored = self.whole.part(EXPLORE_SHARE)
+        for _ in range(SHORT_SEARCHES):
+            count = self._between()
+            if count is None or explored.is_spent:
+                break
+            self._look(count)
+        self._search_long(LONG_SHARE)
+        self._close()
+        self._search_long(1.0)
 
     def chosen(self) -> tuple[Problem, Optimum]:
         if not self.found:
             assert self.refusal is not None
             raise self.refusal
-        count = self.best
-        found, bound_s = self.found[count], self.bound_s
-        step_s, status = found.best.simulation.step_s, self.whole.status
-        if found.status is SolveStatus.INTERRUPTED or self.is_stopped:
-            status = found.status
-        if step_s <= bound_s * (1 + self.effort.gap):
+        found, bound_s = self.found[self.best], min(map(self.bound_s, self.counts))
+        status = found.status if found.status in ENDED_EARLY else self.whole.status
+        if found.best.simulation.step_s <= bound_s * (1 + self.effort.gap):
             status = SolveStatus.WITHIN_GAP
-        elif found.status is SolveStatus.SEARCHED and not self.whole.is_spent:
-            status = SolveStatus.SEARCHED
-        rounds = sum(one.rounds for one in self.found.values()) + sum(one.is_proven for one in self.open + self.closed)
+        rounds = len(self.tried - self.found.keys()) + sum(one.rounds for one in self.found.values())
         found = replace(found, bound_s=bound_s, status=status, rounds=rounds, solver=self.solver)
-        return self.steps.step(count), replace(found, evaluations=self.effort.evaluations, seed=self.effort.seed)
+        return self.steps.step(self.best), replace(found, evaluations=self.effort.evaluations, seed=self.effort.seed)
 
     # -- how far it is ------------------------------------------------------------------------------------------------
 
@@ -168,114 +199,127 @@ class _Counts:
         fit = (self._step_s(count) for count, found in self.found.items() if not _is_unfit(found))
         return min(fit, default=inf)
 
-    @property
-    def bound_s(self) -> float:
-        """No plan within the budget has a shorter step."""
-        return min([*self.bounds_s.values(), *(one.bound_s for one in (*self.open, *self.closed))])
-
     def _step_s(self, count: int) -> float:
         return self.found[count].best.simulation.step_s
 
-    def _is_near(self, bound_s: float) -> bool:
-        return self.step_s <= bound_s * (1 + self.effort.gap)
+    def bound_s(self, count: int) -> float:
+        """No plan with that count within the budget has a shorter step."""
+        added_s, known = self.added_s, self.proven_s.items()
+        above = (bound_s - added_s[more] for more, bound_s in known if more >= count > 0 and self.steps.is_behind)
+        least_s = max([self.steps.problem.step_s, *above]) + added_s[count]
+        return max(least_s, self.steps.step(count).keep_all_s, self.proven_s.get(count, 0.0))
 
-    # -- counts that were not searched for ----------------------------------------------------------------------------
+    def _low(self) -> list[int]:
+        """The counts of which it is not proven that no plan is better by more than the gap."""
+        enough_s = self.step_s / (1 + self.effort.gap)
+        return [count for count in self.counts if self.bound_s(count) < enough_s]
 
-    def _interval(self, first: int, last: int, least_s: float = 0.0) -> _Interval:
-        return _Interval(max(least_s, self.steps.step(first).keep_all_s), first, last)
+    # -- which count is next ------------------------------------------------------------------------------------------
 
-    def _explore(self, allowance: Allowance, searches: int) -> None:
-        """Proves bounds of intervals, and searches in them, until none can hold a better plan."""
-        while self.open and searches and not (self.is_stopped or allowance.is_spent or self.whole.is_spent):
-            least = min(self.open)
-            if self._is_near(least.bound_s):
-                return
-            if least.is_proven or least.first == least.last:
-                self._look(least.middle)
-                searches -= 1
+    def _is_hopeless(self, count: int) -> bool:
+        """Whether a search for it, or for more chunks, found no plan that fits in all that the budget covers."""
+        return count in self.closed and (count not in self.found or _is_unfit(self.found[count]))
+
+    def _between(self) -> int | None:
+        """A count between the best one and its neighbours among those that were searched for."""
+        if not self.found:
+            return next((count for count in reversed(self.counts) if count not in self.closed), None)
+        best, low = self.best, set(self._low())
+        below = max((count for count in self.found if count < best), default=-1)
+        above = min((count for count in self.found if count > best), default=self.steps.most + 1)
+        sides = (range(below + 1, best), range(best + 1, above))
+        open_ones = [[count for count in side if count in low and count not in self.closed] for side in sides]
+        most = max(open_ones, key=len)
+        return most[len(most) // 2] if most else None
+
+    def _close(self) -> None:
+        """Searches once more for the most promising of the other counts. Then raises the bounds of those that may still
+        hold a better plan, and searches for each that does not drop out by that.
+        """
+        is_first = True
+        while not self.whole.is_spent:
+            low = self._low()
+            unproven = [count for count in low if count not in self.tried]
+            others = (count for count in low if not self.found or count != self.best)
+            again = [count for count in others if self.searches[count] < 2 and not self._is_hopeless(count)]
+            if again and (is_first or not unproven):
+                self._search(min(again, key=self.bound_s), CLOSE_SHARE * self.whole.left)
+            elif unproven:
+                self._prove(unproven[len(unproven) // 2])
             else:
-                self._prove(least, allowance)
+                return
+            is_first = False
 
-    def _prove(self, interval: _Interval, allowance: Allowance) -> None:
-        fewest, most = self.steps.state(interval.first), self.steps.state(interval.last)
-        step = Problem.of(between(self.steps.problem.measured, fewest, most))
-        limits = allowance.part(PROOF_SHARE).limits()
-        allowance.spend(EVALUATIONS_PER_SOLVE)
-        bound_s = lower_bound(step, self.budget_bytes, self.solver, limits)
-        interval.bound_s, interval.is_proven = max(interval.bound_s, bound_s), True
+    def _prove(self, count: int) -> None:
+        limits = self.whole.part(PROOF_SHARE).limits()
+        self.whole.spend(EVALUATIONS_PER_SOLVE)
+        self._learn(count, lower_bound(self.steps.step(count), self.budget_bytes, self.solver, limits))
+        self.tried.add(count)
 
-    def _divide(self, count: int) -> float:
-        """Takes the count out of its interval, and returns what was proven of it."""
-        whole = next((one for one in self.open if one.first <= count <= one.last), None)
-        if whole is None:
-            return 0.0
-        self.open.remove(whole)
-        for first, last in ((whole.first, count - 1), (count + 1, whole.last)):
-            if first <= last:
-                self.open.append(self._interval(first, last, whole.bound_s))
-        return whole.bound_s
+    def _learn(self, count: int, bound_s: float) -> None:
+        if bound_s > self.steps.step(count).keep_all_s:
+            self.proven_s[count] = max(self.proven_s.get(count, 0.0), bound_s)
+            self.tried.add(count)
 
     # -- searches -----------------------------------------------------------------------------------------------------
 
-    def _look(self, count: int) -> None:
+    def _look(self, count: int, share: float = SHORT_SHARE) -> None:
         """A short search, unless there was one."""
-        if count not in self.bounds_s and not self.is_stopped:
-            proven_s = max(self._divide(count), self.steps.step(count).keep_all_s)
-            self.bounds_s[count] = proven_s
-            self._search(count, SHORT_SHARE)
+        if count not in self.closed:
+            self._search(count, share * (self.effort.evaluations or self.effort.time_limit_s))
 
-    def _search_long(self) -> None:
-        """Spends most of the rest at the best count, unless nothing is to be gained there."""
-        if self.found and not self.is_stopped and not self._is_near(self.bounds_s[self.best]):
-            self._search(self.best, 1.0, LONG_SHARE)
+    def _search_long(self, share: float) -> None:
+        """Spends a share of the rest at the best count, after another look at none if that might be as good."""
+        if self.found and self.best and 0 in self.found and 0 in self._low():
+            self._search(0, AGAIN_SHARE * share * self.whole.left)
+        if self.found and self.best in self._low():
+            self._search(self.best, share * self.whole.left)
 
-    def _search(self, count: int, share: float, share_of_rest: float = 1.0) -> None:
-        limits = self._limits(count, share, share_of_rest)
+    def _search(self, count: int, spends: float) -> None:
+        """``spends``: seconds, or simulations if these are counted."""
+        if self.whole.is_spent:
+            return
+        limits, nearest = self._limits(count, spends), sorted(self.found, key=lambda other: abs(other - count))
+        starts = [self.found[other].best.wish for other in nearest[:STARTS]]
+        self.closed.add(count)
+        self.searches[count] += 1
         try:
-            found = self.search(self.steps.step(count), limits, self._watch_for(count))
+            found = self.search(self.steps.step(count), limits, self._watch_for(count), starts)
         except InfeasibleError as error:
             self.refusal = error
             return
         if limits.evaluations is not None and found.status is not SolveStatus.NOT_NEEDED:
             self.whole.spend(limits.evaluations)
-        if found.bound_s is not None:
-            self.bounds_s[count] = max(self.bounds_s[count], found.bound_s)
-        before = self.found.get(count)
-        if before is None or (_is_unfit(found), found.best.simulation.step_s) < (
-            _is_unfit(before),
-            self._step_s(count),
-        ):
-            self.found[count] = found
-        self.is_stopped |= found.status is SolveStatus.INTERRUPTED
-        if _is_unfit(found):  # and fewer chunks leave even less
-            below = [one for one in self.open if one.last < count]
-            self.open = [one for one in self.open if one not in below]
-            self.closed += below
+        self._learn(count, found.bound_s or 0.0)
+        if found.status is SolveStatus.INTERRUPTED:
+            self.whole.stop()
+        before = self.found.get(count, found)
+        self.found[count] = min(before, found, key=lambda one: (_is_unfit(one), one.best.simulation.step_s))
+        if _is_unfit(self.found[count]):
+            self.closed.update(range(count))  # fewer chunks leave even less
 
-    def _limits(self, count: int, share: float, share_of_rest: float) -> SearchLimits:
-        """What one search may take: of the whole, within a share of the rest, and of the host's memory."""
-        effort, host_bytes, left = self.effort, None, share_of_rest * self.whole.left
+    def _limits(self, count: int, spends: float) -> SearchLimits:
+        """What one search may take, within the rest, and within what the host has left."""
+        effort, spends = self.effort, max(0.0, min(spends, self.whole.left))
         if effort.host_bytes is not None:
-            host_bytes = effort.host_bytes - streamed_bytes(self.steps.state(count))
+            effort = replace(effort, host_bytes=effort.host_bytes - streamed_bytes(self.steps.state(count)))
         if effort.evaluations is not None:
-            evaluations = max(1, int(min(share * effort.evaluations, left)))
-            return replace(effort, host_bytes=host_bytes, evaluations=evaluations)
-        limit_s = max(0.0, min(share * effort.time_limit_s, left))
-        return replace(effort, host_bytes=host_bytes, time_limit_s=limit_s)
+            return replace(effort, evaluations=max(1, int(spends)))
+        return replace(effort, time_limit_s=spends)
 
     def _watch_for(self, count: int) -> SearchCallback | None:
         if self.watch is None:
             return None
-        watch, others = self.watch, [one.bound_s for one in (*self.open, *self.closed)]
+        watch, others_s = self.watch, [self.bound_s(other) for other in self.counts if other != count]
 
         def told(progress: Progress) -> bool:
-            bound_s = min([progress.bound_s, *others, *(s for one, s in self.bounds_s.items() if one != count)])
-            step_s = min(progress.step_s, self.step_s)
+            bound_s, step_s = min([progress.bound_s, *others_s]), min(progress.step_s, self.step_s)
             overhead, gap = self.steps.problem.overhead(step_s), max(0.0, step_s / bound_s - 1) if bound_s > 0 else 0.0
             left = max(0.0, self.whole.left)
-            ends = watch(Progress(step_s, bound_s, overhead, gap, left, is_counted=progress.is_counted))
-            self.is_stopped |= bool(ends)
-            return bool(ends)
+            if watch(Progress(step_s, bound_s, overhead, gap, left, progress.is_counted)):
+                self.whole.end()
+                return True
+            return False
 
         return told
 

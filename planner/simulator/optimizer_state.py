@@ -7,10 +7,13 @@ some during the optimizer's ops, and its last op is longer. :func:`with_state` m
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import groupby
+from math import ceil
 from operator import attrgetter
 
 from msgspec.structs import replace
@@ -24,8 +27,10 @@ STATE = "state"
 """The name by which ``plan`` leaves all of it on the device."""
 LEAST_CHUNK_BYTES = 16 << 20
 """A chunk has about this many bytes of state, or more: beside so long a copy its latency is little."""
-CHUNKS = 32
+CHUNKS = 64
 """If that gives more chunks than this, they are larger. The device holds up to three streamed ones at once."""
+LEAST_MADE_BYTES = 1 << 16
+"""Smaller temporaries of the optimizers' ops count as they are."""
 WINDOW = "streamed optimizer state"
 """The name of the value that stands for the streamed chunks on the device."""
 
@@ -68,6 +73,12 @@ def streamed(chunks: Sequence[StateChunk], count: int) -> tuple[StateChunk, ...]
     return tuple(chunk for chunk in found if chunk.optimizer in moved)
 
 
+def all_streamed(profile: Profile) -> tuple[StateChunk, ...]:
+    """``Plan.state`` if all state that may leave is streamed."""
+    chunks = chunks_of(profile)
+    return streamed(chunks, len(chunks))
+
+
 def streamed_bytes(chunks: Sequence[StateChunk]) -> int:
     """Bytes of state in the host tier between steps of the optimizer."""
     return sum(chunk.size_bytes for chunk in chunks if chunk.streamed)
@@ -91,24 +102,20 @@ def with_state(profile: Profile, chunks: Sequence[StateChunk]) -> Profile:
     """The step in which these chunks (``Plan.state``) are stepped one after another, and some are streamed."""
     if not chunks:
         return profile
-    return _streaming(profile, chunks, window_bytes(chunks), added_seconds(profile, chunks))
+    return _streaming(profile, chunks)
 
 
-def between(profile: Profile, fewest: Sequence[StateChunk], most: Sequence[StateChunk]) -> Profile:
-    """A step that is no longer, and takes no more bytes, than any that streams from ``fewest`` to ``most`` of the same
-    chunks: for bounds.
+def window_bytes(chunks: Sequence[StateChunk], made_bytes: Sequence[int] | None = None) -> int:
+    """Most bytes on the device at once while a chunk is stepped: of streamed state, and what is made of the chunk's
+    state, ``made_bytes`` by chunk.
     """
-    if not most:
-        return profile
-    return _streaming(profile, most, window_bytes(fewest), added_seconds(profile, fewest))
-
-
-def window_bytes(chunks: Sequence[StateChunk]) -> int:
-    """Most bytes of streamed state that are on the device at once: of three consecutive streamed chunks."""
-    most_bytes = 0
+    most_bytes, made = 0, iter(made_bytes or [0] * len(chunks))
     for own in _by_optimizer(chunks):
-        sizes = [chunk.size_bytes for chunk in own if chunk.streamed]
-        most_bytes = max([most_bytes, *(sum(sizes[place : place + 3]) for place in range(len(sizes)))])
+        sizes, passed = [chunk.size_bytes for chunk in own if chunk.streamed], 0
+        for chunk in own:
+            first = max(0, passed - (1 if chunk.streamed else 2))
+            most_bytes = max(most_bytes, sum(sizes[first : passed + 1 + chunk.streamed]) + next(made))
+            passed += chunk.streamed
     return most_bytes
 
 
@@ -164,29 +171,28 @@ def _last_op(profile: Profile) -> int:
 # -- the view ---------------------------------------------------------------------------------------------------------
 
 
-def _streaming(profile: Profile, chunks: Sequence[StateChunk], window: int, added_s: float) -> Profile:
-    shrinks = _Shrinks.of(profile, chunks)
-    away = {
-        value
-        for chunk in chunks
-        if chunk.streamed
-        for own in profile.optimizers[chunk.optimizer].parameters[chunk.first : chunk.first + chunk.count]
-        for value in own
-    }
-    values = [
-        replace(value, size_bytes=0 if place in away else shrinks.size(value.size_bytes, shrinks.values.get(place)))
-        for place, value in enumerate(profile.values)
-    ]
-    ops = [shrinks.op(op, shrinks.ops.get(place)) for place, op in enumerate(profile.ops)]
+def _streaming(profile: Profile, chunks: Sequence[StateChunk]) -> Profile:
+    made = _Made.of(profile, chunks)
+    away = {value for chunk in chunks if chunk.streamed for value in _values(profile, chunk)}
+    gone = away | made.values.keys()
+    values = [replace(value, size_bytes=0) if place in gone else value for place, value in enumerate(profile.values)]
+    ops = [made.without(op) if place in made.ops else op for place, op in enumerate(profile.ops)]
     last = _last_op(profile)
     if last >= 0:
-        ops[last] = replace(ops[last], duration_s=ops[last].duration_s + added_s)
+        ops[last] = replace(ops[last], duration_s=ops[last].duration_s + added_seconds(profile, chunks))
+        window = window_bytes(chunks, made.most_bytes(profile, len(chunks)))
         values += [_window(profile, window)] if window else []
     plain_s, kind = profile.times.plain_step_s, str(Kind.OPTIMIZER_STATE)
     times = replace(profile.times, plain_step_s=_step_s(profile) if plain_s is None else plain_s)
     left_bytes = max(0, profile.static_bytes.get(kind, 0) - sum(profile.values[place].size_bytes for place in away))
     static = profile.static_bytes | ({kind: left_bytes} if kind in profile.static_bytes else {})
     return replace(profile, values=tuple(values), ops=tuple(ops), times=times, static_bytes=static)
+
+
+def _values(profile: Profile, chunk: StateChunk) -> list[int]:
+    """The values of a chunk's state that may leave."""
+    own = profile.optimizers[chunk.optimizer].parameters[chunk.first : chunk.first + chunk.count]
+    return [value for one in own for value in one]
 
 
 def _step_s(profile: Profile) -> float:
@@ -215,48 +221,69 @@ def _window(profile: Profile, size_bytes: int) -> Value:
     )
 
 
-@dataclass(frozen=True)
-class _Shrinks:
-    """What an optimizer's ops make from the state of several chunks: they make it of one chunk at a time."""
+Parts = dict[int, Fraction]
+"""By chunk: its share of something."""
 
-    share: dict[int, tuple[int, int]]
-    """By optimizer: bytes of its largest chunk, and of all its chunks."""
-    ops: dict[int, int]
-    """By op that does so: the optimizer."""
-    values: dict[int, int]
-    """By temporary that such an op makes: the optimizer."""
+
+@dataclass(frozen=True)
+class _Made:
+    """What the optimizers' ops make of state: they make each chunk's part while that is stepped."""
+
+    values: dict[int, Parts]
+    """By temporary, without small ones."""
+    ops: dict[int, Parts]
+    """By op that reads or writes state, or what was made of it."""
 
     @staticmethod
-    def of(profile: Profile, chunks: Sequence[StateChunk]) -> _Shrinks:
-        found = _Shrinks({}, {}, {})
-        chunk_of = dict[int, tuple[int, int]]()  # by value of state
-        for place, chunk in enumerate(chunks):
-            parameters = profile.optimizers[chunk.optimizer].parameters[chunk.first : chunk.first + chunk.count]
-            chunk_of |= {value: (chunk.optimizer, place) for own in parameters for value in own}
-            largest, whole = found.share.get(chunk.optimizer, (0, 0))
-            found.share[chunk.optimizer] = max(largest, chunk.size_bytes), whole + chunk.size_bytes
+    def of(profile: Profile, chunks: Sequence[StateChunk]) -> _Made:
+        found, chunk_of = _Made({}, {}), {value: n for n, one in enumerate(chunks) for value in _values(profile, one)}
         for place, op in enumerate(profile.ops):
-            if op.phase is not Phase.OPTIMIZER:
-                continue
-            touched = {*op.inputs, *op.writes}
-            together = Counter(optimizer for optimizer, _ in {chunk_of[one] for one in touched if one in chunk_of})
-            of = {optimizer for optimizer, count in together.items() if count > 1}
-            of |= {found.values[value] for value in touched if value in found.values}
-            if of:
-                found.ops[place] = min(of)
-                made = (value for value in op.outputs if profile.values[value].kind is Kind.TEMPORARY)
-                found.values.update(dict.fromkeys(made, min(of)))
+            if op.phase is Phase.OPTIMIZER:
+                weights = Counter[int]()
+                for value in {*op.inputs, *op.writes}:
+                    size_bytes = profile.values[value].size_bytes
+                    parts = {chunk_of[value]: 1} if value in chunk_of else found.values.get(value, {})
+                    weights.update({chunk: size_bytes * share for chunk, share in parts.items()})
+                if weights:
+                    whole = sum(weights.values())
+                    found.ops[place] = {chunk: Fraction(weight, whole) for chunk, weight in weights.items()}
+                    found.values.update({value: found.ops[place] for value in op.outputs if _counts(profile, value)})
         return found
 
-    def size(self, size_bytes: int, optimizer: int | None) -> int:
-        """The bytes that remain of those for all chunks."""
-        if optimizer is None:
-            return size_bytes
-        largest, whole = self.share[optimizer]
-        return -(-size_bytes * largest // whole)
+    def most_bytes(self, profile: Profile, count: int) -> list[int]:
+        """By chunk: the most that is live at once of what is made of its state, or within an op."""
+        most, ends = [0] * count, defaultdict[int, list[int]](list)
+        live = [Fraction(0)] * count
+        for place, op in enumerate(profile.ops):
+            for value in ends.pop(profile.op_ticks[place], []):
+                self._add(live, self.values[value], -profile.rounded_bytes(profile.values[value].size_bytes))
+            for value in op.outputs:
+                if value in self.values:
+                    self._add(live, self.values[value], profile.rounded_bytes(profile.values[value].size_bytes))
+                    ends[self._next_tick(profile, profile.values[value].freed)].append(value)
+            within = self.ops.get(place, {})
+            for chunk, bytes_there in enumerate(live):
+                most[chunk] = max(most[chunk], ceil(bytes_there + op.workspace_bytes * within.get(chunk, 0)))
+        return most
 
-    def op(self, op: Op, optimizer: int | None) -> Op:
-        if optimizer is None:
-            return op
-        blocks = tuple(block._replace(size_bytes=self.size(block.size_bytes, optimizer)) for block in op.blocks)
-        return replace(op, workspace_bytes=self.size(op.workspace_bytes, optimizer), blocks=blocks)
+    @staticmethod
+    def _add(live: list[Fraction], parts: Parts, size_bytes: int) -> None:
+        for chunk, share in parts.items():
+            live[chunk] += size_bytes * share
+
+    @staticmethod
+    def _next_tick(profile: Profile, tick: int) -> int:
+        """The first tick of an op after this one."""
+        place = bisect_right(profile.op_ticks, tick)
+        return profile.op_ticks[place] if place < len(profile.op_ticks) else profile.tick_count
+
+    @staticmethod
+    def without(op: Op) -> Op:
+        """The op, whose memory the window has."""
+        return replace(op, workspace_bytes=0, blocks=tuple(block._replace(size_bytes=0) for block in op.blocks))
+
+
+def _counts(profile: Profile, value: int) -> bool:
+    """Whether a value that an op makes of state is made by chunks: small ones are not told apart."""
+    one = profile.values[value]
+    return one.kind is Kind.TEMPORARY and one.size_bytes >= LEAST_MADE_BYTES

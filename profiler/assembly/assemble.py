@@ -36,7 +36,7 @@ from poochplan.profiler.capture.capture import Capture
 from poochplan.profiler.capture.captured import CapturedOp, CapturedValue
 from poochplan.profiler.capture.op_blocks import stray_values
 from poochplan.runtime.applying import model_signature
-from poochplan.runtime.compiled.inductor import why_none_deferred, written_replays
+from poochplan.runtime.compiled_hooks import hooks_for
 from poochplan.runtime.devices.allocator import in_session
 from poochplan.runtime.devices.backend import backend_of
 from poochplan.tensors.host_memory import available_bytes
@@ -361,7 +361,7 @@ def step_notes(capture: Capture, kinds: dict[int, Kind], *, is_fake: bool) -> li
             "before has left, on nodes of its graph, in attributes or for outputs; a loop that lets go of its loss "
             "takes less"
         )
-    why = "" if is_fake else why_none_deferred(capture.model, capture.device_type)
+    why = "" if is_fake else hooks_for(capture.model).why_none_deferred(capture.device_type)
     return [*notes, f"compiled backwards get all their saved tensors back at once: {why}"] if why else notes
 
 
@@ -387,7 +387,7 @@ def step_facts(capture: Capture) -> StepFacts:
         garbage_bytes=_garbage_bytes(capture),
         kept_bytes=_kept_bytes(capture),
         unmeasured_regions=capture.compiled_calls.unmeasured,
-        graph_mode=written_replays(capture.model) is not None,
+        graph_mode=hooks_for(capture.model).written_replays(capture.model) is not None,
         unmeasured_ops=capture.unmeasured_ops,
     )
 

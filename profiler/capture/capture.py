@@ -22,7 +22,7 @@ from poochplan.formats.profile_parts import rounded_up
 from poochplan.profiler.capture.node_ops import Stretches
 from poochplan.profiler.capture.workspace import Workspace, workspace_of
 from poochplan.profiler.step.layer_tracker import LayerTracker
-from poochplan.runtime.compiled.points import told_of_points
+from poochplan.runtime.compiled_hooks import hooks_for
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
 from poochplan.runtime.metering.allocated import aside
 from poochplan.runtime.metering.census import LEAST_BYTES
@@ -100,7 +100,7 @@ class Capture(ToggledMode):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Captures for the length of a block. Other code reports saves, uses and compiled callables."""
-        points = told_of_points(self.compiled_calls.point, self.device_type)
+        points = hooks_for(self.model).told_of_points(self.compiled_calls.point, self.device_type)
         with self.tracker.on(self.model), points, self.workspace.running(), told_of_resizes(self.resized):
             self.switch_on()
             try:

@@ -40,7 +40,7 @@ from poochplan.profiler.step.preserve import (
     kept_modules,
     restored,
 )
-from poochplan.runtime.compiled.deferred_unpack import deferring
+from poochplan.runtime.compiled_hooks import hooks_for
 from poochplan.tensors.modes import compiled_modules, hooked
 from poochplan.tensors.operators import traits
 from poochplan.tensors.storages import FakeMemory, Geometry, is_made_of_parts, is_plain, stands_for_memory, storage_key
@@ -193,7 +193,7 @@ class FakeCapture(Capture):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        hooks = deferring(self._pack, self._unpack, self._may_wait, self.model, self.device_type)
+        hooks = hooks_for(self.model).deferring((self._pack, self._unpack), self._may_wait, self.device_type)
         with hooked(*hooks), super().running():
             yield
 

@@ -10,12 +10,13 @@ import torch
 from poochplan.formats.profile import ROOFLINE, Device, Kind, Link, Memory, Phase, Profile, preset_link
 from poochplan.profiler.assembly.assemble import this_machine
 from poochplan.profiler.capture.capture import collected_after
-from poochplan.profiler.graph_capture import GraphCapture, capturing_graphs
+from poochplan.profiler.graph_capture import GraphCapture
 from poochplan.profiler.link import measure_link
 from poochplan.profiler.live.after_capture import OpTiming, difference_note
 from poochplan.profiler.live.capturing import Capturing
 from poochplan.profiler.live.step_function import StepFunction
 from poochplan.profiler.request import Options
+from poochplan.runtime.compiled_hooks import hooks_for
 from poochplan.runtime.metering.census import wrapper_of
 from poochplan.tensors.modes import compiled_modules
 from poochplan.torch_private.tensor_internals import tensors_in
@@ -34,7 +35,7 @@ def fake_profile(steps: StepFunction, roofline: Roofline | None, options: Option
         fake = FakeCapture(model, fakes, roofline)
         if compiled:
             fake = GraphCapture(model, fakes, roofline)
-            opened.enter_context(capturing_graphs(fake))
+            opened.enter_context(hooks_for(model).capturing_graphs(fake))
         say(f"warming up in mode fake ({counted(options.warmup, 'step')})")
         for _ in range(options.warmup):
             steps.one_step()

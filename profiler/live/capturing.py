@@ -25,7 +25,7 @@ from poochplan.runtime.metering.census import LEAST_BYTES, bucket_bytes, census,
 from poochplan.runtime.replays.replay import StorageRecord
 from poochplan.runtime.step_policies.step_policy import SwapEach
 from poochplan.tensors.modes import around_calls
-from poochplan.tensors.optimizers import is_separable, movable_state, parameters_of
+from poochplan.tensors.optimizers import inner_of, is_away, is_separable, movable_state, parameters_of
 from poochplan.tensors.signatures import input_signature, tensor_leaves
 from poochplan.tensors.storages import bytes_of, gradient_of, has_storage, parts_of
 from poochplan.torch_private.sharding import is_sharded, local_tensor
@@ -104,7 +104,7 @@ class Capturing(SegmentObserver):
         self._note(model.parameters(), Kind.PARAMETER)
         self._note(model.buffers(), Kind.BUFFER)
         for optimizer in self.context.optimizers:
-            self._note_state(optimizer)
+            self._note_state(inner_of(optimizer))
         if self.has_gradients:
             self._note_gradients()
         if self.context.there_before is not None:
@@ -139,23 +139,22 @@ class Capturing(SegmentObserver):
         """
         for tensor in tensors:
             for part in parts_of(tensor) if isinstance(tensor, torch.Tensor) else ():
-                if not has_storage(part, self.capture.device_type):
+                if not has_storage(part, self.capture.device_type) and not is_away(part):
                     continue
                 if not is_new or self.capture.lifetimes.find(part) < 0:
                     self.kinds.setdefault(self.capture.value_of(part), kind)
 
     def _note_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Sets the kind of an optimizer's state, and records what of it may leave the device."""
-        parameters = parameters_of(optimizer)
+        parameters, before = parameters_of(optimizer), set(self.kinds)
         movable = [movable_state(optimizer, one) for one in parameters]
-        before = set(self.kinds)
         self._note(pytree.tree_leaves(list(optimizer.state.values())), Kind.OPTIMIZER_STATE)
         if set(self.context.model.parameters()).isdisjoint(parameters):
             return
-        found = list[tuple[int, ...]]()
+        left, found = self.kinds.keys() - before, list[tuple[int, ...]]()
         for tensors in movable:
-            found.append(tuple(number for one in tensors if (number := self.capture.value_of(one)) not in before))
-            before.update(found[-1])  # each value is listed once
+            found.append(tuple(number for number in map(self.capture.lifetimes.find, tensors) if number in left))
+            left.difference_update(found[-1])  # a value is listed once
         name = type(optimizer).__name__
         self.optimizers.append(OptimizerState(name=name, separable=is_separable(optimizer), parameters=tuple(found)))
 

@@ -20,7 +20,7 @@ from poochplan.formats.profile_parts import PointKind
 from poochplan.formats.queries import saved_values
 from poochplan.planner.simulator.problem import Problem
 from poochplan.planner.simulator.sources import is_source, sources_of
-from poochplan.runtime.compiled.deferred_unpack import deferring
+from poochplan.runtime.compiled_hooks import hooks_for
 from poochplan.runtime.engine.engine import Engine
 from poochplan.tensors.modes import AroundCall, around_compiled, hooked, unseen_by
 
@@ -220,7 +220,7 @@ def under(
     """The block is one step of the engine. ``pack`` and ``unpack`` are the engine's, or call them. ``around_call``
     returns the callable that replaces a compiled callable.
     """
-    hooks = deferring(pack, unpack, engine.may_wait, model, engine.device.kind)
+    hooks = hooks_for(model).deferring((pack, unpack), engine.may_wait, engine.device.kind)
     with around_compiled(model, unseen_by(engine.recorder, around_call)), hooked(*hooks):
         engine.begin()
         try:

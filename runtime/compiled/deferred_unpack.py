@@ -13,19 +13,17 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from poochplan.errors import StepError
 from poochplan.runtime.metering.allocated import joined_count
-from poochplan.tensors.modes import compiled_modules, in_compiled_call
+from poochplan.tensors.modes import in_compiled_call
 from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.compiler_internals import code_of_backward, is_compiled_backward
+from poochplan.torch_private.hooks import Hooks
 from poochplan.torch_private.tensor_internals import backward_node, graph_task, storage_identity, unseen_by_modes
-
-PackedT = TypeVar("PackedT")
-Unpack = Callable[[PackedT], torch.Tensor]
 
 
 def parts_are_measured(device_type: str) -> bool:
@@ -96,20 +94,14 @@ class _Saved(NamedTuple):
     placeholder: torch.Tensor | None = None
 
 
-def deferring(
-    pack: Callable[[torch.Tensor], PackedT],
-    unpack: Unpack[PackedT],
-    may_wait: Callable[[PackedT], Geometry | None],
-    model: torch.nn.Module,
-    device_type: str,
-) -> tuple[Callable[[torch.Tensor], Any], Unpack[Any]]:
-    """Hooks that defer unpacks of compiled backwards of ``model``. If nothing of it is compiled, or parts cannot be
-    measured, ``pack`` and ``unpack`` themselves.
+def deferring(hooks: Hooks, may_wait: Callable[[Any], Geometry | None], device_type: str) -> Hooks:
+    """Hooks that defer unpacks of compiled backwards. If parts cannot be measured, ``hooks`` themselves.
 
     ``may_wait`` returns the geometry of the tensor behind a packed object; None if it must be unpacked at once.
     """
-    if not compiled_modules(model) or not parts_are_measured(device_type):
-        return pack, unpack
+    if not parts_are_measured(device_type):
+        return hooks
+    pack, unpack = hooks
 
     def pack_or_mark(tensor: Any) -> Any:
         if type(tensor) is AtSavePoint:
@@ -135,19 +127,22 @@ def deferring(
     return pack_or_mark, unpack_or_wait
 
 
-def plainly_packed(pack: Callable[[torch.Tensor], Any], tensor: Any) -> Any:
-    """The same as hooks of :func:`deferring` do, where they have failed: nothing is deferred any more."""
-    if type(tensor) is AtSavePoint:
-        return pack(tensor.tensor)
-    is_waiting = bool(_WAITING) and tensor.is_meta and storage_identity(tensor.untyped_storage()) in _WAITING
-    return _Saved(None, tensor) if is_waiting else pack(tensor)
+def plainly(hooks: Hooks) -> Hooks:
+    """Hooks that do the same as those of :func:`deferring`, where these have failed: nothing is deferred any more."""
+    pack, unpack = hooks
 
+    def packed(tensor: Any) -> Any:
+        if type(tensor) is AtSavePoint:
+            return pack(tensor.tensor)
+        is_waiting = bool(_WAITING) and tensor.is_meta and storage_identity(tensor.untyped_storage()) in _WAITING
+        return _Saved(None, tensor) if is_waiting else pack(tensor)
 
-def plainly_unpacked(unpack: Unpack[Any], found: Any) -> torch.Tensor:
-    """See :func:`plainly_packed`."""
-    if type(found) is not _Saved:
-        return unpack(found)
-    return unpack(found.packed) if found.placeholder is None else found.placeholder
+    def unpacked(found: Any) -> torch.Tensor:
+        if type(found) is not _Saved:
+            return unpack(found)
+        return unpack(found.packed) if found.placeholder is None else found.placeholder
+
+    return packed, unpacked
 
 
 _DEFERRING: weakref.WeakSet[Callable[[torch.Tensor], Any]] = weakref.WeakSet()

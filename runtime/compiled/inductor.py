@@ -1,16 +1,19 @@
-"""Inductor with our partitioner: in its settings for compiled blocks, and in the backend of graph mode."""
+"""Inductor with our partitioner: in its settings for compiled blocks, in the backend of graph mode, and in captures
+without memory, for which it generates no code.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from poochplan.tensors.modes import compiled_modules
+from poochplan.runtime.compiled_hooks import GraphRun
 from poochplan.torch_private.compiler_internals import (
+    boxed,
     call_attribute,
     compile_module,
     compile_with_inductor,
@@ -21,11 +24,14 @@ from poochplan.torch_private.compiler_internals import (
     inductor_settings,
     lacking_in_compiler,
     lowered_as_output,
+    not_lowered,
 )
+from poochplan.torch_private.tensor_internals import OpOverload
 
 from .deferred_unpack import parts_are_measured
-from .partitioner import Partitioner, Replays, with_anchoring, without_anchoring
-from .points import SAVE
+from .partitioner import Partitioner, Replays, saved_nodes, with_anchoring, without_anchoring
+from .points import DEFERRED_UNPACK, SAVE, Node, deferred_unpack, readers, save
+from .rewriting import Split, why_never_replayed
 
 PARTITIONER, PASSES = "custom_partitioner_fn", "post_grad_custom_post_pass"
 """Inductor's settings that we set."""
@@ -35,14 +41,13 @@ _passes: Any = None
 
 
 @contextlib.contextmanager
-def compiled_deferring(model: torch.nn.Module, device_type: str) -> Iterator[None]:
-    """A block in which code compiled for ``model`` gets deferred unpacks, unless :func:`why_none_deferred` gives a
-    reason against it.
+def compiled_deferring(device_type: str) -> Iterator[None]:
+    """A block in which compiled code gets deferred unpacks, unless :func:`why_none_deferred` gives a reason against it.
 
     Code compiled earlier stays unchanged. Such blocks may be nested, or overlap.
     """
     global _open_blocks, _passes_before, _passes
-    if not compiled_modules(model) or why_none_deferred(model, device_type):
+    if why_none_deferred(device_type):
         yield
         return
     settings = inductor_settings()
@@ -62,10 +67,8 @@ def compiled_deferring(model: torch.nn.Module, device_type: str) -> Iterator[Non
             setattr(settings, PASSES, _passes_before)
 
 
-def why_none_deferred(model: torch.nn.Module, device_type: str) -> str:
-    """Why compiled backwards of ``model`` get all saved tensors at once; empty if not, or if nothing is compiled."""
-    if not compiled_modules(model):
-        return ""
+def why_none_deferred(device_type: str) -> str:
+    """Why compiled backwards get all saved tensors at once; empty if they do not."""
     if device_type != "cpu":
         return "deferred unpacks in a compiled backward are for the CPU"
     missing = lacking_in_compiler()
@@ -142,3 +145,91 @@ def written_replays(model: torch.nn.Module) -> frozenset[str] | None:
     """The replays in the graphs of a model that :func:`compile_in_place` has compiled; None for any other model."""
     compiled, names = _WRITTEN.get(model, (None, frozenset()))
     return names if compiled is not None and compiled() is getattr(model, call_attribute(model)) else None
+
+
+# -- graphs that run node by node, for a capture without memory -------------------------------------------------------
+
+_NOTES = "poochplan"
+"""The metadata of a saved node: the key of its graph, and why it is never replayed (empty if it can be)."""
+
+
+@contextlib.contextmanager
+def capturing_graphs(capture: GraphRun) -> Iterator[None]:
+    """A block in which the capture sees the graphs of compiled callables. Code compiled before and in the block is
+    dropped: the compiler counts both, and stops compiling a function that it has compiled often. Its caches are not
+    used. It splits graphs as in graph mode, with all points, and an interpreter runs both halves.
+    """
+
+    def lower(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
+        def run(args: Sequence[Any]) -> Any:
+            with capture.inside():
+                return _Interpreter(graph, capture).boxed_run(list(args) if not isinstance(args, list) else args)
+
+        return boxed(run)  # it releases its arguments like compiled code
+
+    forget_compiled()
+    try:
+        with not_lowered(lower, _NotingPartitioner({})):
+            yield
+    finally:
+        forget_compiled()
+
+
+class _NotingPartitioner(Partitioner):
+    def saw(self, key: str, split: Split) -> None:
+        for node in saved_nodes(split):
+            node.meta[_NOTES] = key, why_never_replayed(split, node)
+
+
+class _Interpreter(torch.fx.Interpreter):
+    """Announces each node to the capture before it runs."""
+
+    def __init__(self, graph: torch.fx.GraphModule, capture: GraphRun) -> None:
+        super().__init__(graph)
+        self._capture = capture
+        self._fused = never_in_memory(graph.graph)
+
+    def run_node(self, n: Node) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._capture.runs(n, is_fused=n in self._fused))
+            if n.target is SAVE:
+                saved = n.all_input_nodes[0]
+                key, never = saved.meta[_NOTES]
+                stack.enter_context(self._capture.saves(key, saved.name, never))
+            return super().run_node(n)
+
+    def call_function(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        points = {SAVE: save, DEFERRED_UNPACK: deferred_unpack}  # called directly, so that no mode sees an op
+        if target in points:
+            return points[target](args[0])
+        return super().call_function(target, tuple(args), kwargs)
+
+
+# -- what the compiler fuses -----------------------------------------------------------------------------------------
+
+_MADE_ANYWHERE = ("aten.full", "aten.arange", "aten.scalar_tensor", "aten.zeros", "aten.ones", "prims.iota")
+_POINTWISE = ("prims.convert_element_type", "prims.inductor_random", "aten.where", "aten.clone", "aten.constant_pad_nd")
+_REDUCTIONS = ("sum", "mean", "var", "var_mean", "amax", "amin", "max", "min", "any", "all", "prod", "argmax", "argmin")
+
+
+def never_in_memory(graph: torch.fx.Graph) -> frozenset[Node]:
+    """Nodes that only pointwise nodes and reductions read.
+
+    This estimates Inductor's scheduler. A pointwise node or a constant is computed inside the kernels that read it, if
+    all of them are pointwise or reductions. It then only takes the time of its function.
+    """
+    found = ((node, list(readers(node))) for node in graph.nodes if _is_pointwise(node))
+    return frozenset(
+        node for node, reading in found if reading and all(_is_pointwise(x) or _is_reduction(x) for x in reading)
+    )
+
+
+def _is_pointwise(node: Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return False
+    name = str(node.target)
+    return torch.Tag.pointwise in node.target.tags or name.startswith((*_MADE_ANYWHERE, *_POINTWISE))
+
+
+def _is_reduction(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and str(node.target).split(".")[1] in _REDUCTIONS

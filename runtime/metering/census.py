@@ -23,6 +23,7 @@ import torch
 from poochplan.formats.plan import Plan
 from poochplan.formats.profile import Profile
 from poochplan.formats.profile_parts import ALLOCATION_UNIT_BYTES, rounded_up
+from poochplan.tensors.optimizers import is_away
 from poochplan.tensors.storages import is_made_of_parts, memory_of, parts_of
 from poochplan.torch_private.tensor_internals import storage_identity, tensors_in, without_modes, without_torch_function
 
@@ -193,11 +194,11 @@ class Growth:
 
 
 def state_of_optimizers(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The state of the optimizers that step any of these parameters."""
+    """The state of the optimizers that step any of these parameters, as far as it is on their device."""
     mine = set(parameters)
     found = live(torch.optim.Optimizer)
     own = (one for one in found if any(not mine.isdisjoint(group["params"]) for group in one.param_groups))
-    return tensors_in([list(one.state.values()) for one in own])
+    return [one for one in tensors_in([list(one.state.values()) for one in own]) if not is_away(one)]
 
 
 def foreseen_bytes(optimizers: Iterable[torch.optim.Optimizer], device_type: str) -> int:

@@ -18,6 +18,8 @@ import torch
 from poochplan.errors import is_out_of_memory
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.runtime.engine.engine import Engine
+from poochplan.runtime.metering.census import leave_out
+from poochplan.tensors.optimizers import goes_away, is_back
 from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.tensor_internals import holders_of, unseen_by_modes, version_of
 from poochplan.units import format_bytes
@@ -81,10 +83,6 @@ class StatePlaces:
         """Whether this is a child process, in which nothing copies."""
         return os.getpid() != self._owner
 
-    def is_away(self, tensor: torch.Tensor) -> bool:
-        place = self._place_of(tensor)
-        return place is not None and place.has(tensor)
-
     def fetch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Queues the copies of those that are away into new memory of the device."""
         device = self._engine.device
@@ -108,6 +106,7 @@ class StatePlaces:
             if copy.error is not None or version_of(tensor) != version:  # it was written meanwhile
                 like.copy_(place.home)
             tensor.data = like
+            is_back(tensor)
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
         """Queues the copies of those that are on the device to their places, behind what writes them."""
@@ -135,6 +134,7 @@ class StatePlaces:
                 self._refuse(place, copy.error)
             elif version_of(tensor) == version:
                 tensor.data = place.home
+                goes_away(tensor)
 
     def finish(self) -> None:
         """Blocks the thread until all that was queued has ended: what is away can be read."""
@@ -153,6 +153,7 @@ class StatePlaces:
             if self.is_copied:
                 if is_host and place.has(tensor):  # other pinned memory than the parent's there is none
                     tensor.data = tensor.clone()
+                    is_back(tensor)
                 continue
             if is_host and place.has(tensor) and place.is_shared(tensor):
                 continue
@@ -197,6 +198,7 @@ class StatePlaces:
         try:
             place.offset, place.home = self._held(place.geometry, _bytes_in(tensor))
             place.holders = holders_of(place.home.untyped_storage())
+            leave_out([place.home])
         except (OSError, ValueError) as error:  # a mapping begins at a multiple of the system's pages
             self._refuse(place, error)
         return place

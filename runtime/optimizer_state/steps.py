@@ -19,7 +19,7 @@ import torch
 
 from poochplan.formats.plan import StateChunk
 from poochplan.runtime.attachment import Attachment
-from poochplan.tensors.optimizers import is_separable, movable_state, parameters_of
+from poochplan.tensors.optimizers import is_away, is_separable, movable_state, parameters_of
 from poochplan.torch_private.compiler_internals import hidden_from_compiler
 from poochplan.torch_private.tensor_internals import tensors_in, unseen_by_modes
 from poochplan.units import format_bytes
@@ -49,16 +49,10 @@ class Part:
             if chosen:
                 self.groups.append({**group, "params": chosen})
 
-    def state(self, places: StatePlaces) -> Iterator[torch.Tensor]:
+    def state(self) -> list[torch.Tensor]:
         """Its state that may leave the device, or has left it."""
-        for parameter in (one for group in self.groups for one in group["params"]):
-            yield from movable_state(self.optimizer, parameter)
-        yield from self.away(places)
-
-    def away(self, places: StatePlaces) -> Iterator[torch.Tensor]:
-        """Its state that has left the device."""
-        for parameter in (one for group in self.groups for one in group["params"]):
-            yield from filter(places.is_away, tensors_in(self.optimizer.state.get(parameter, {})))
+        parameters = (one for group in self.groups for one in group["params"])
+        return [state for one in parameters for state in movable_state(self.optimizer, one)]
 
 
 def shadow_of(parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -84,7 +78,7 @@ class Visits:
     def enter(self, part: Part) -> None:
         """The part is stepped next. State of a kept one is away if its parameters were in a streamed one before."""
         if not part.is_streamed:
-            self._places.come_back(list(part.away(self._places)))
+            self._places.come_back(filter(is_away, part.state()))
         else:
             number = self._streamed.index(part)
             self._places.settle(self._leaving.pop(number - 2, ()))
@@ -95,7 +89,7 @@ class Visits:
         """It has been stepped."""
         if part.is_streamed:
             number = self._streamed.index(part)
-            self._leaving[number] = state = list(part.state(self._places))
+            self._leaving[number] = state = part.state()
             self._places.send(state)
             self._inside.pop(number, None)
 
@@ -111,7 +105,7 @@ class Visits:
 
     def _fetch(self, number: int) -> None:
         if number < len(self._streamed):
-            self._inside[number] = state = list(self._streamed[number].state(self._places))
+            self._inside[number] = state = self._streamed[number].state()
             self._places.fetch(state)
 
 
@@ -146,9 +140,11 @@ class SteppedInChunks:
         """By name of the model."""
         self._of = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[str, int]]()
         """The chunks of an optimizer: its model's name, and its number in the plan; -1 if it has none."""
-        self._hooks = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, Any]]()
+        self._hooks = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, ...]]()
         self._stays = weakref.WeakSet[torch.optim.Optimizer]()
         """Those whose state stays on the device, for a reason that was told."""
+        self._returned = weakref.WeakSet[torch.optim.Optimizer]()
+        """Those with state that has come back, or was loaded."""
         self._visits: Visits | None = None
         self._stepping = weakref.WeakSet[torch.optim.Optimizer]()
         """Those between their first hook and ours behind the step. It may get a closure, in which a step follows a new
@@ -176,6 +172,11 @@ class SteppedInChunks:
         if self.is_waiting:
             self._warn(WAITS)
 
+    def step_begins(self) -> None:
+        """What has come to the device outside planned steps leaves it."""
+        while self._returned:
+            self._ours(self._leave, self._returned.pop())
+
     @property
     def is_waiting(self) -> bool:
         """Whether an optimizer of which some state is streamed was not met yet, so that all of it may be there."""
@@ -201,9 +202,10 @@ class SteppedInChunks:
             self._hooks[optimizer] = (
                 optimizer.register_step_pre_hook(before),
                 optimizer.register_step_post_hook(hidden_from_compiler(self._stepped)),
+                optimizer.register_load_state_dict_post_hook(self._returned.add),
             )
         # Ours are next to the step: those of the user may change gradients before it, and state behind it.
-        before_it, behind_it = self._hooks[optimizer]
+        before_it, behind_it, _ = self._hooks[optimizer]
         _hooks_of(optimizer, "pre").move_to_end(before_it.id)
         _hooks_of(optimizer, "post").move_to_end(behind_it.id, last=False)
         return True
@@ -353,7 +355,7 @@ class SteppedInChunks:
         """Its streamed state leaves the device."""
         for part in self._parts_of(optimizer) if self._is_here(optimizer) else []:
             if part.is_streamed:
-                state = list(part.state(self._places))
+                state = part.state()
                 self._places.send(state)
                 self._places.settle(state)
         self._places.finish()
@@ -361,11 +363,12 @@ class SteppedInChunks:
     def _stay(self, optimizer: torch.optim.Optimizer) -> None:
         self._stays.add(optimizer)
         self._come_back(optimizer)
-        size_bytes = sum(one.nbytes for one in Part(optimizer, 0, _ALL, is_streamed=True).state(self._places))
+        size_bytes = sum(one.nbytes for one in Part(optimizer, 0, _ALL, is_streamed=True).state())
         self._warn(TAKES_CLOSURE.format(type(optimizer).__name__, format_bytes(size_bytes)))
 
     def _come_back(self, optimizer: torch.optim.Optimizer) -> None:
         self._visits = None
+        self._returned.add(optimizer)
         state = tensors_in(list(optimizer.state.values()))
         self._ours(self._places.come_back, state)
 

@@ -67,7 +67,9 @@ def traced_step(
         return (TracedCudaDevice if where.type == "cuda" else TracedDevice)(where, log)
 
     with contextlib.ExitStack() as stack:
-        session = stack.enter_context(apply(plan, workload.model, device=opened, meter="always", force=force))
+        session = stack.enter_context(
+            apply(plan, workload.model, workload.optimizer, device=opened, meter="always", force=force)
+        )
         stack.enter_context(tracker.on(workload.model))
         stack.enter_context(around_compiled(workload.model, meter.compiled))
         meter.switch_on()

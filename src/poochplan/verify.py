@@ -182,7 +182,7 @@ def run_planned(
     """Builds the workload from ``seed`` and runs it under ``plan``. Options and errors: of ``poochplan.apply``."""
     seed_everything(seed)
     workload = build()
-    with apply(plan, workload.model, **options) as session:
+    with apply(plan, workload.model, workload.optimizer, **options) as session:
         return run_steps(workload, steps, timed_steps=timed_steps, session=session, record=record, progress=progress)
 
 

@@ -23,6 +23,7 @@ import msgspec
 
 from .errors import PoochError, UsageError, did_you_mean, is_out_of_memory, named_line
 from .formats.files import one_line
+from .integrations import READERS
 from .units import format_bytes
 
 if TYPE_CHECKING:
@@ -134,10 +135,9 @@ def _resolved(target: str | Callable[..., Workload]) -> tuple[Callable[..., obje
     if not isinstance(target, str):
         name = getattr(target, "__name__", type(target).__name__)
         return target, {}, name, name
-    if target.endswith(".onnx"):
-        from .integrations.onnx.onnx_training import training_function
-
-        made = training_function(Path(target), Workload, lambda loss: _find_function(loss, Path(), asked=loss)[0])
+    if reader := READERS.get(Path(target).suffix):
+        read = importlib.import_module(reader).training_function
+        made = read(Path(target), Workload, lambda loss: _find_function(loss, Path(), asked=loss)[0])
         return made, {}, Path(target).stem, target
     if target.startswith("hf:"):
         function: Any = _load_module(f"{__package__}.workloads.hugging_face", "").function_of(target)

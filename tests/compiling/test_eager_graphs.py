@@ -125,7 +125,7 @@ def of_others(_: torch.nn.Module, moved: Moved) -> contextlib.AbstractContextMan
 
 def our_own(model: torch.nn.Module, moved: Moved) -> contextlib.AbstractContextManager[object]:
     """As the runtime wraps its hooks: these are given each tensor at its save point, before the forward goes on."""
-    return uncompiled_hooks(*deferring(moved.pack, moved.unpack, moved.may_wait, model, "cpu"))
+    return uncompiled_hooks(*deferring((moved.pack, moved.unpack), moved.may_wait, "cpu"))
 
 
 def none(_: torch.nn.Module, __: Moved) -> contextlib.AbstractContextManager[object]:

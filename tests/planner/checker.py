@@ -12,6 +12,8 @@ from typing import Any
 from poochplan.formats.plan import Plan, PointActions
 from poochplan.formats.profile import Profile, Value
 
+from .state_checker import StreamedState
+
 
 class Violation(AssertionError):
     """The plan asks for something that cannot be done, or leaves something undone."""
@@ -75,6 +77,7 @@ class Judge:
         self.entries: dict[int, _Entry] = {}
         self.recorded = self._recorded_ops()
         self.needs: dict[int, tuple[set[int], set[int]]] = {}
+        self.state = StreamedState(profile, plan, self._rounded)
         self.lives = [(self._born(record), self._bytes(value)) for value, record in enumerate(self.values)]
         of_optimizer = (n for n, op in enumerate(profile.ops) if op.phase.value == "optimizer")
         self.first_optimizer = min((self.tick_of_op[number] for number in of_optimizer), default=-1)
@@ -146,7 +149,7 @@ class Judge:
         actions = {(action.at, action.index): action for action in self.plan.schedule}
         for tick, (what, item) in enumerate(self.timeline):
             if what == "op":
-                self._note(tick, self._rounded(self.profile.ops[item].workspace_bytes))
+                self._note(tick, self._rounded(self.state.workspace[item]))
             else:
                 point = self.profile.points[item]
                 if point.kind.value == "save":
@@ -245,7 +248,7 @@ class Judge:
         return (size_bytes + unit - 1) // unit * unit
 
     def _bytes(self, value: int) -> int:
-        return self._rounded(self.values[value].size_bytes)
+        return self._rounded(self.state.sizes[value])
 
     def _born(self, record: Value) -> int:
         return self.tick_of_op.get(record.born, 0) if record.born_tick is None else record.born_tick
@@ -268,6 +271,7 @@ class Judge:
 
     def _note(self, tick: int, extra_bytes: int = 0) -> None:
         live = self._live_bytes(tick) + extra_bytes
+        live += self._rounded(self.state.window_bytes) if tick >= self.first_optimizer else 0
         self.verdict.peak_bytes = max(self.verdict.peak_bytes, live)
         if tick < self.first_optimizer:
             live -= self.state_bytes

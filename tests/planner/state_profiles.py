@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
 import msgspec
 
 from poochplan.formats.occupancy import live_bytes
-from poochplan.formats.profile import Kind, Op, Phase, Profile, Value
+from poochplan.formats.profile import Kind, Op, Phase, PointKind, Profile, Value
 from poochplan.formats.profile_parts import OptimizerState
+from tests.planner.random_profiles import random_profile
 
 MIB = 1 << 20
 
@@ -52,6 +54,21 @@ def with_adam(
         static_bytes=profile.static_bytes | {"optimizer_state": state_bytes},
     )
     return msgspec.structs.replace(found, in_core_peak_bytes=int(live_bytes(found).max()))
+
+
+def bare(profile: Profile) -> Profile:
+    """The step without the one op of its optimizer, and without the state of that."""
+    last = profile.tick_count - 1
+    values = [_outliving(value, last, last - 1) for value in profile.values if value.kind is not Kind.OPTIMIZER_STATE]
+    found = msgspec.structs.replace(profile, ops=profile.ops[:-1], values=tuple(values))
+    return msgspec.structs.replace(found, in_core_peak_bytes=int(live_bytes(found).max()))
+
+
+def random_step(seed: int, op_count: int) -> Profile:
+    """A random step that saves something, of which the values are about as large as chunks, with Adam behind it."""
+    drawn = (random_profile(seed + 1_000_003 * turn, op_count) for turn in itertools.count())
+    profile = next(one for one in drawn if any(point.kind is PointKind.USE for point in one.points))
+    return random_adam(scaled(profile, 4096), seed)
 
 
 def random_adam(profile: Profile, seed: int, unit_bytes: int = 16 * MIB) -> Profile:
@@ -114,3 +131,15 @@ def _op(
         outputs=tuple(outputs),
         writes=tuple(writes),
     )
+
+
+def scaled(profile: Profile, factor: int) -> Profile:
+    """The step with all values this many times as large, on a link as many times as fast."""
+    values = tuple(msgspec.structs.replace(one, size_bytes=one.size_bytes * factor) for one in profile.values)
+    ops = tuple(msgspec.structs.replace(one, workspace_bytes=one.workspace_bytes * factor) for one in profile.ops)
+    ways = {
+        way: msgspec.structs.replace(one, bandwidth_bytes_per_s=one.bandwidth_bytes_per_s * factor)
+        for way, one in (("outward", profile.link.outward), ("inward", profile.link.inward))
+    }
+    found = msgspec.structs.replace(profile, values=values, ops=ops, link=msgspec.structs.replace(profile.link, **ways))
+    return msgspec.structs.replace(found, in_core_peak_bytes=int(live_bytes(found).max()))

@@ -64,7 +64,7 @@ class _Timed(Judge):
             self.record_s, self.replay_s, self.drop_s = cost.record_s, cost.replay_s, cost.drop_s
             thread_s = begins_s = 0.0
             for number, op in enumerate(profile.ops):
-                begins_s += op.duration_s
+                begins_s += self.state.seconds[number]
                 next_s = min(thread_s + cost.phase_launch_s.get(op.phase, cost.launch_s), begins_s)
                 self.launches_s[number], thread_s = next_s - thread_s, next_s
         self.is_recording = plan.record_from_start
@@ -148,7 +148,7 @@ class _Timed(Judge):
     def _run_op(self, number: int, own_s: float) -> None:
         """One op, for which the runtime takes ``own_s`` besides."""
         self._take(own_s)
-        self._compute(self.profile.ops[number].duration_s)
+        self._compute(self.state.seconds[number])
         if self.is_ahead:
             self.clock = self.clock._replace(thread_s=self.clock.thread_s + self.launches_s[number])
 

@@ -100,6 +100,22 @@ def test_other_classes_are_whole_and_their_state_is_listed() -> None:
     assert (found.name, found.separable, counts(found)) == ("Own", False, [2, 0, 2, 0])
 
 
+def test_an_optimizer_that_a_library_has_wrapped_counts_as_itself() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        """As accelerate's is."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+            self.state, self.param_groups = optimizer.state, optimizer.param_groups
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.optimizer.step()
+
+    model = layers()
+    (found,) = profiled(model, Wrapper(torch.optim.Adam(model.parameters()))).optimizers
+    assert (found.name, found.separable, counts(found)) == ("Adam", True, [2, 0, 2, 0])
+
+
 def test_an_optimizer_without_state_has_parameters_of_none() -> None:
     model = layers()
     (found,) = profiled(model, torch.optim.SGD(model.parameters(), lr=0.1)).optimizers

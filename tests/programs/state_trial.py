@@ -210,7 +210,13 @@ def _plan(profile: Profile, run: Run, seed: int) -> Plan:
         count = min(chance.randint(1, 8), len(sizes) - first)
         size_bytes = sum(sizes[first : first + count])
         chunks.append(
-            StateChunk(optimizer=0, first=first, count=count, size_bytes=size_bytes, streamed=chance.random() < 0.7)
+            StateChunk(
+                optimizer=0,
+                first=first,
+                count=count,
+                size_bytes=size_bytes,
+                streamed=size_bytes > 0 and chance.random() < 0.7,
+            )
         )
         first += count
     return msgspec.structs.replace(plan, state=tuple(chunks) if any(one.streamed for one in chunks) else ())

@@ -22,10 +22,11 @@ from poochplan.formats.profile import Phase, Profile
 from poochplan.formats.queries import COMPILED_REGION
 from poochplan.planner.planning import smallest_budget
 from poochplan.runtime.compiled import inductor
-from poochplan.runtime.compiled.deferred_unpack import deferring, waiting
+from poochplan.runtime.compiled.deferred_unpack import waiting
 from poochplan.runtime.compiled.inductor import GraphBackend, compiled_deferring, why_no_graph_mode, why_none_deferred
 from poochplan.runtime.compiled.partitioner import AnchoringPass, anchor, without_anchoring
 from poochplan.runtime.compiled.points import DEFERRED_UNPACK, told_of_points
+from poochplan.runtime.compiled_hooks import hooks_for
 from tests.runtime.compiled_nets import followed, fresh, loss_of, profiled, train
 from tests.runtime.nets import equal, taken
 from tests.runtime.random_plans import random_plan
@@ -207,7 +208,7 @@ def test_two_backwards_of_one_graph_and_none_in_parts_in_16_bits(is_in_16_bits: 
         reference = steps(*fresh())
     torch._dynamo.reset()
     model, batch = fresh()
-    with functorch_settings.patch(donated_buffer=False), compiled_deferring(model, "cpu"):
+    with functorch_settings.patch(donated_buffer=False), compiled_deferring("cpu"):
         assert equal(steps(model, batch), reference)  # compiled here: what goes back twice is compiled for that
 
     def once() -> torch.Tensor:
@@ -245,7 +246,7 @@ def test_the_compiler_makes_one_op_of_two_where_it_does_so_in_stock_code() -> No
         torch.manual_seed(0)
         model, tokens = Tied(), torch.randint(64, (16, 32))
         model.compile(dynamic=False)
-        with compiled_deferring(model, "cpu") if is_deferred else contextlib.nullcontext(), fresh_cache():
+        with compiled_deferring("cpu") if is_deferred else contextlib.nullcontext(), fresh_cache():
             _, codes = run_and_get_code(lambda: model(tokens).square().mean().backward())
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], codes[-1]
 
@@ -268,11 +269,11 @@ def test_what_the_compiler_s_patterns_leave_unread_is_unpacked_no_more() -> None
 
 @cpu_device
 def test_the_settings_are_there_while_they_are_needed_and_no_longer() -> None:
-    (model, _), own = fresh(), object()
+    own = object()
     with settings.patch(post_grad_custom_post_pass=own):
-        with compiled_deferring(model, "cpu"):
+        with compiled_deferring("cpu"):
             inside = settings.custom_partitioner_fn, settings.post_grad_custom_post_pass
-            with compiled_deferring(model, "cpu"):
+            with compiled_deferring("cpu"):
                 assert (settings.custom_partitioner_fn, settings.post_grad_custom_post_pass) == inside
             assert (settings.custom_partitioner_fn, settings.post_grad_custom_post_pass) == inside
         assert settings.post_grad_custom_post_pass is own
@@ -290,16 +291,15 @@ def test_code_behind_a_pass_that_the_caches_cannot_know_is_in_none() -> None:
 
 @cpu_device
 def test_settings_of_ours_that_somebody_has_put_back_are_nobody_s() -> None:
-    model, _ = fresh()
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(contextlib.ExitStack())
-        ours.enter_context(compiled_deferring(model, "cpu"))
+        ours.enter_context(compiled_deferring("cpu"))
         stack.enter_context(settings.patch(custom_partitioner_fn=None, post_grad_custom_post_pass=None))
         ours.close()
     try:
         assert settings.custom_partitioner_fn is not None
-        assert why_none_deferred(model, "cpu") == ""
-        with compiled_deferring(model, "cpu"):
+        assert why_none_deferred("cpu") == ""
+        with compiled_deferring("cpu"):
             assert without_anchoring(settings.post_grad_custom_post_pass) is None
         assert settings.custom_partitioner_fn is None
         assert settings.post_grad_custom_post_pass is None
@@ -309,31 +309,30 @@ def test_settings_of_ours_that_somebody_has_put_back_are_nobody_s() -> None:
 
 @cpu_device
 def test_nothing_is_done_for_a_model_without_compiled_modules() -> None:
-    plain = torch.nn.Linear(4, 4)
+    plain = hooks_for(torch.nn.Linear(4, 4))
 
     def hook(_: Any) -> torch.Tensor:
         raise AssertionError
 
-    assert deferring(hook, hook, lambda _: None, plain, "cpu") == (hook, hook)
-    assert why_none_deferred(plain, "cpu") == ""
-    with compiled_deferring(plain, "cpu"):
+    assert plain.deferring((hook, hook), lambda _: None, "cpu") == plain.plainly((hook, hook)) == (hook, hook)
+    assert plain.why_none_deferred("cpu") == ""
+    with plain.compiled_deferring("cpu"):
         assert settings.custom_partitioner_fn is None
 
 
 @cpu_device
 def test_a_partitioner_of_the_user_s_stays_and_a_reason_is_given() -> None:
-    (model, _), own = fresh(), object()
-    with settings.patch(custom_partitioner_fn=own), compiled_deferring(model, "cpu"):
+    own = object()
+    with settings.patch(custom_partitioner_fn=own), compiled_deferring("cpu"):
         assert settings.custom_partitioner_fn is own
-        assert "custom_partitioner_fn is set already" in why_none_deferred(model, "cpu")
+        assert "custom_partitioner_fn is set already" in why_none_deferred("cpu")
 
 
 @cpu_device
 def test_another_torch_gets_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = fresh()
     monkeypatch.setattr(inductor, "lacking_in_compiler", lambda: "torch._inductor.config.splitter")
     reason = f"need torch._inductor.config.splitter, and torch {torch.__version__} has none"
-    assert why_none_deferred(model, "cpu") == f"deferred unpacks in a compiled backward {reason}"
+    assert why_none_deferred("cpu") == f"deferred unpacks in a compiled backward {reason}"
     assert why_no_graph_mode("cpu").startswith("expected torch._inductor.config.splitter in torch, found ")
 
 
@@ -382,7 +381,7 @@ def bits_of(body: Body, how: str) -> dict[str, str]:
     model, batch = In16Bits(body).bfloat16(), torch.randn(4, 8, 32, dtype=torch.bfloat16)
     options: dict[str, Any] = {"backend": GraphBackend()} if how == "graph mode" else {}
     model.compile(dynamic=False, **options)
-    with compiled_deferring(model, "cpu") if how == "deferred unpacks" else contextlib.nullcontext(), fresh_cache():
+    with compiled_deferring("cpu") if how == "deferred unpacks" else contextlib.nullcontext(), fresh_cache():
         return bits_of_a_step(lambda: model(batch).float().square().mean(), model, None)
 
 

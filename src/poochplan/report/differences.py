@@ -134,6 +134,8 @@ def _plan_facts(plan: Plan) -> list[Fact]:
         ("bytes out", promised.out_bytes, "bytes"),
         ("bytes in", promised.in_bytes, "bytes"),
         ("host tier", promised.host_bytes, "bytes"),
+        ("optimizer state there", promised.state_bytes, "bytes"),
+        ("optimizer state's copies", promised.state_s, "s"),
         ("proven bound", plan.solve.bound_s, "s"),
         ("policy", plan.solve.policy, ""),
     ]

@@ -107,7 +107,7 @@ def timeline_of(
         bars=tuple(bars),
         memory=MemoryCurve(np.append(starts_s, simulation.step_s), simulation.memory_bytes),
         in_core_memory=in_core_curve(profile),
-        static_bytes=sum(static_bytes(profile).values()),
+        static_bytes=sum(static_bytes(planned).values()),
         peak_layer=simulation.peak_layer,
         measured_peak_bytes=measured_peak_bytes,
         measured_overhead=measured_overhead,

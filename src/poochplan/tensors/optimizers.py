@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,12 +39,13 @@ _SEPARABLE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 def listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     """Those that really step, of some that a library (accelerate, Lightning) may have wrapped."""
     given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or []
-    return [_inner(one) for one in given]
+    return [inner_of(one) for one in given]
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that really steps, of one that a library (accelerate, Lightning) has wrapped."""
     wrapped = getattr(optimizer, "optimizer", None)
-    return _inner(wrapped) if isinstance(wrapped, torch.optim.Optimizer) else optimizer
+    return inner_of(wrapped) if isinstance(wrapped, torch.optim.Optimizer) else optimizer
 
 
 def is_separable(optimizer: torch.optim.Optimizer) -> bool:
@@ -60,7 +62,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def movable_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of a parameter's state that may leave the device between steps, each once.
+    """The tensors of a parameter's state that may leave the device between steps, or have left it, each once.
 
     They are on the parameter's device, whose type is one of torch's own, and large, and no other tensor has their
     memory. Of fake tensors this last is not asked, because torch's caches hold their storages too.
@@ -73,12 +75,40 @@ def movable_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> 
     return list(found.values())
 
 
+_AWAY: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+"""The state tensors whose memory is in the host tier, by identity, and where that is."""
+
+
+def is_away(tensor: torch.Tensor) -> bool:
+    """Whether a state tensor's memory is in the host tier of a session."""
+    known = _AWAY.get(id(tensor))
+    return known is not None and known[0]() is tensor and known[1] == tensor.data_ptr()
+
+
+def goes_away(tensor: torch.Tensor) -> None:
+    """Its memory is in the host tier from now on."""
+    key = id(tensor)
+
+    def died(known: weakref.ref[torch.Tensor]) -> None:
+        if key in _AWAY and _AWAY[key][0] is known:
+            del _AWAY[key]
+
+    _AWAY[key] = weakref.ref(tensor, died), tensor.data_ptr()
+
+
+def is_back(tensor: torch.Tensor) -> None:
+    """Its memory is on the device again."""
+    _AWAY.pop(id(tensor), None)
+
+
 _HOLDERS = 2
 """A tensor, and the Python object of its storage."""
 
 
 def _own_storage(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of a tensor that may leave the device; None if it may not."""
+    """The storage of a tensor that may leave the device, or has left it; None if it may not."""
+    if is_away(tensor):
+        return tensor.untyped_storage()
     if tensor.device != parameter.device or tensor.requires_grad or tensor is parameter.grad:
         return None
     if tensor.device.type == private_device_type():
