@@ -7,7 +7,6 @@ some during the optimizer's ops, and its last op is longer. :func:`with_state` m
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -254,28 +253,23 @@ class _Made:
         """By chunk: the most that is live at once of what is made of its state, or within an op."""
         most, ends = [0] * count, defaultdict[int, list[int]](list)
         live = [Fraction(0)] * count
-        for place, op in enumerate(profile.ops):
-            for value in ends.pop(profile.op_ticks[place], []):
-                self._add(live, self.values[value], -profile.rounded_bytes(profile.values[value].size_bytes))
+        for place, within in self.ops.items():
+            op = profile.ops[place]
+            for tick in [tick for tick in ends if tick < profile.op_ticks[place]]:
+                for value in ends.pop(tick):
+                    self._add(live, self.values[value], -profile.rounded_bytes(profile.values[value].size_bytes))
             for value in op.outputs:
                 if value in self.values:
                     self._add(live, self.values[value], profile.rounded_bytes(profile.values[value].size_bytes))
-                    ends[self._next_tick(profile, profile.values[value].freed)].append(value)
-            within = self.ops.get(place, {})
-            for chunk, bytes_there in enumerate(live):
-                most[chunk] = max(most[chunk], ceil(bytes_there + op.workspace_bytes * within.get(chunk, 0)))
+                    ends[profile.values[value].freed].append(value)
+            for chunk, share in within.items():
+                most[chunk] = max(most[chunk], ceil(live[chunk] + op.workspace_bytes * share))
         return most
 
     @staticmethod
     def _add(live: list[Fraction], parts: Parts, size_bytes: int) -> None:
         for chunk, share in parts.items():
             live[chunk] += size_bytes * share
-
-    @staticmethod
-    def _next_tick(profile: Profile, tick: int) -> int:
-        """The first tick of an op after this one."""
-        place = bisect_right(profile.op_ticks, tick)
-        return profile.op_ticks[place] if place < len(profile.op_ticks) else profile.tick_count
 
     @staticmethod
     def without(op: Op) -> Op:

@@ -14,6 +14,7 @@ from torch import nn
 import poochplan
 from poochplan.formats.plan import Plan, StateChunk
 from poochplan.runtime.session import Session
+from poochplan.tensors.optimizers import is_away
 from tests.accelerator.test_on_late import LINK
 from tests.runtime.nets import our_warnings
 
@@ -49,7 +50,7 @@ class Loop:
         self.seen += [one.detach().cpu() for one in self.model.parameters()]
 
     def away(self, session: Session) -> list[torch.Tensor]:
-        return [one for one in self.state if session._chunked._places.is_away(one)]
+        return [one for one in self.state if is_away(one)]
 
 
 def planned() -> Plan:

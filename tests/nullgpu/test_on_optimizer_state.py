@@ -16,6 +16,7 @@ from torch import nn
 import poochplan
 from poochplan.formats.plan import Plan, StateChunk
 from poochplan.runtime.session import Session
+from poochplan.tensors.optimizers import is_away
 from tests.online.caches import empty_cache
 from tests.runtime.nets import Case, our_warnings, taken
 
@@ -75,7 +76,7 @@ class Loop:
         return [one for state in self.optimizer.state.values() for one in state.values() if one.ndim == 2]
 
     def away(self, session: Session) -> list[torch.Tensor]:
-        return [one for one in self.moments if session._chunked._places.is_away(one)]
+        return [one for one in self.moments if is_away(one)]
 
 
 def allocated() -> int:

@@ -14,7 +14,7 @@ from torch import nn
 import poochplan
 from poochplan.formats.plan import Plan, StateChunk
 from poochplan.runtime.session import Session
-from poochplan.tensors.optimizers import parameters_of
+from poochplan.tensors.optimizers import is_away, parameters_of
 from poochplan.torch_private.tensor_internals import tensors_in
 from tests.runtime.nets import as_bytes, taken
 
@@ -107,7 +107,7 @@ def away(session: Session | None, optimizer: torch.optim.Optimizer) -> list[torc
     """Its state that is in the host tier now."""
     if session is None:
         return []
-    return [one for one in tensors_in(list(optimizer.state.values())) if session._chunked._places.is_away(one)]
+    return [one for one in tensors_in(list(optimizer.state.values())) if is_away(one)]
 
 
 @functools.cache
