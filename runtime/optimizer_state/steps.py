@@ -203,9 +203,10 @@ class SteppedInChunks:
                 optimizer.register_step_pre_hook(before),
                 optimizer.register_step_post_hook(hidden_from_compiler(self._stepped)),
                 optimizer.register_load_state_dict_post_hook(self._returned.add),
+                optimizer.register_state_dict_post_hook(self._hands_out),
             )
         # Ours are next to the step: those of the user may change gradients before it, and state behind it.
-        before_it, behind_it, _ = self._hooks[optimizer]
+        before_it, behind_it, *_ = self._hooks[optimizer]
         _hooks_of(optimizer, "pre").move_to_end(before_it.id)
         _hooks_of(optimizer, "post").move_to_end(behind_it.id, last=False)
         return True
@@ -330,6 +331,15 @@ class SteppedInChunks:
                 raise
             self._come_back(optimizer)
 
+    def _hands_out(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> dict[str, Any] | None:
+        """Torch's hook behind ``state_dict``, which has copies of a GPU's state that is away: to the user such a tensor
+        is the GPU's, of which ``.cpu()`` would be a copy.
+        """
+        if self._attachment.device.where.type == "cpu":
+            return None
+        state = {key: _copied(entries) for key, entries in found["state"].items()}
+        return {**found, "state": state}
+
     def _is_here(self, optimizer: torch.optim.Optimizer) -> bool:
         is_on = self._attachment.thread == threading.get_ident() and not self._places.is_copied
         return is_on and optimizer not in self._stays
@@ -393,6 +403,13 @@ def _quietly() -> Iterator[None]:
 
 _ALL = 1 << 62
 """More parameters than any optimizer has."""
+
+
+def _copied(entries: Any) -> Any:
+    if not isinstance(entries, dict):
+        return entries
+    tensors = ((name, one) for name, one in entries.items() if isinstance(one, torch.Tensor) and is_away(one))
+    return {**entries, **{name: one.clone() for name, one in tensors}}
 
 
 def _hooks_of(optimizer: torch.optim.Optimizer, when: str) -> OrderedDict[int, Any]:

@@ -150,6 +150,17 @@ def test_it_is_saved_and_loaded_while_it_is_away(plan: Plan) -> None:
     assert max(sizes) <= 1.01 * sizes[0]
 
 
+def test_what_a_state_dict_holds_is_changed_by_no_later_step(plan: Plan) -> None:
+    loop = Loop()
+    with poochplan.apply(plan, loop.model, loop.optimizer, quiet=True) as session:
+        loop.step()
+        held = [x for s in loop.optimizer.state_dict()["state"].values() for x in s.values() if x.ndim == 2]
+        there = {one.data_ptr() for one in loop.away(session)}
+        assert len(there) == 2 * (LAYERS - 1)
+        assert there.isdisjoint(one.cpu().data_ptr() for one in held)
+        assert loop.optimizer.state[loop.optimizer.param_groups[0]["params"][-2]].keys() >= {"exp_avg", "exp_avg_sq"}
+
+
 def test_a_view_that_is_held_from_a_time_when_it_was_away_is_told_of(plan: Plan) -> None:
     loop = Loop()
     with our_warnings() as said, poochplan.apply(plan, loop.model, loop.optimizer, quiet=True):
