@@ -41,7 +41,7 @@ SHORT_SEARCHES = 4
 """Most short searches before the long one."""
 EXPLORE_SHARE = 0.5
 """Share of the allowance after which the long search begins."""
-AGAIN_SHARE, LONG_SHARE = 0.3, 0.6
+AGAIN_SHARE, LONG_SHARE = 0.3, 0.7
 """Shares of the rest of a second search without streamed state, if it might still be better, and of the long search."""
 PROOF_SHARE = 0.5
 """Share of the rest that the bound of one count may take."""
@@ -146,6 +146,8 @@ class _Counts:
         """Counts of which the relaxation was solved, or could not be in time."""
         self.closed = set[int]()
         """Counts that were searched for, or would hold no plan."""
+        self.too_short_s = 0.0
+        """So many seconds have proven nothing of a count: the relaxation of a large step takes longer."""
         self.searches = Counter[int]()
         """By count: how often it was searched for."""
         self.refusal: InfeasibleError | None = None
@@ -207,7 +209,7 @@ class _Counts:
         added_s, known = self.added_s, self.proven_s.items()
         above = (bound_s - added_s[more] for more, bound_s in known if more >= count > 0 and self.steps.is_behind)
         least_s = max([self.steps.problem.step_s, *above]) + added_s[count]
-        return max(least_s, self.steps.step(count).keep_all_s, self.proven_s.get(count, 0.0))
+        return max(least_s, self.steps.problem.keep_all_s, self.proven_s.get(count, 0.0))
 
     def _low(self) -> list[int]:
         """The counts of which it is not proven that no plan is better by more than the gap."""
@@ -239,7 +241,8 @@ class _Counts:
         is_first = True
         while not self.whole.is_spent:
             low = self._low()
-            unproven = [count for count in low if count not in self.tried]
+            has_time = self.whole.is_counted or PROOF_SHARE * self.whole.left > self.too_short_s
+            unproven = [count for count in low if count not in self.tried and has_time]
             others = (count for count in low if not self.found or count != self.best)
             again = [count for count in others if self.searches[count] < 2 and not self._is_hopeless(count)]
             if again and (is_first or not unproven):
@@ -257,8 +260,8 @@ class _Counts:
         self.tried.add(count)
 
     def _learn(self, count: int, bound_s: float) -> None:
+        self.proven_s[count] = max(self.proven_s.get(count, 0.0), bound_s)
         if bound_s > self.steps.step(count).keep_all_s:
-            self.proven_s[count] = max(self.proven_s.get(count, 0.0), bound_s)
             self.tried.add(count)
 
     # -- searches -----------------------------------------------------------------------------------------------------
@@ -290,7 +293,10 @@ class _Counts:
             return
         if limits.evaluations is not None and found.status is not SolveStatus.NOT_NEEDED:
             self.whole.spend(limits.evaluations)
-        self._learn(count, found.bound_s or 0.0)
+        kept_s = self.steps.step(count).keep_all_s
+        self._learn(count, kept_s if found.status is SolveStatus.NOT_NEEDED else found.bound_s or 0.0)
+        if count not in self.tried and found.status in ENDED_EARLY:
+            self.too_short_s = max(self.too_short_s, spends)
         if found.status is SolveStatus.INTERRUPTED:
             self.whole.stop()
         before = self.found.get(count, found)
