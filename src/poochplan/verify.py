@@ -133,7 +133,7 @@ def run_steps(
             model, copies = workload.model, _copies(iter([("", loss)]))
             buffers, parameters = _copies(model.named_buffers()), _copies(model.named_parameters())
             states = _copies(iter(generators(model).items()))
-            records.append(StepRecord(copies[""], gradients, buffers, parameters, states))
+            records.append(StepRecord(copies[""], gradients, buffers, parameters, states, _state_digests(workload)))
         del loss  # otherwise it would be live in the next step, unlike in the profiled one
     if session is None:
         return Run(records, seconds, step_reports)
@@ -235,7 +235,8 @@ def check(
         unsteady = first_difference(in_core.records, again.records)
         if difference is not None and unsteady is not None:
             difference += f"; two in-core runs differ as well ({unsteady}), so the workload itself is not deterministic"
-    compared = [1 + len(one.gradients) + len(one.buffers) + len(one.parameters) for one in in_core.records]
+    counted = ((one.gradients, one.buffers, one.parameters, one.states) for one in in_core.records)
+    compared = [1 + sum(map(len, parts)) for parts in counted]
     return Comparison(in_core, planned, difference, steps, sum(compared))
 
 
@@ -288,11 +289,24 @@ class StepRecord:
     """After the optimizer's step."""
     generators: Tensors = field(default_factory=dict)
     """States of torch's random number generators at that time, by kind of device."""
+    states: dict[str, str] = field(default_factory=dict)
+    """Digests of the optimizer's state at that time, by parameter and name."""
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of dtype, shape and bytes of each tensor, rows in order, by kind and name."""
         named = {f"{kind} {name}": one for kind in _KINDS for name, one in getattr(self, f"{kind}s").items()}
         return {name: _digest(one) for name, one in {"loss": self.loss, **named}.items()}
+
+
+def _state_digests(workload: Workload) -> dict[str, str]:
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in workload.model.named_parameters()}
+    state: dict[torch.Tensor, Any] = {} if workload.optimizer is None else workload.optimizer.state
+    return {
+        f"{names.get(parameter, 'another')} {name}": _digest(one)
+        for parameter, entries in state.items()
+        for name, one in entries.items()
+        if isinstance(one, torch.Tensor)
+    }
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -318,6 +332,9 @@ def first_difference(expected: list[StepRecord], found: list[StepRecord]) -> str
                 detail = _difference(wanted.get(name), seen.get(name))
                 if detail is not None:
                     return f"step {step}: {kind} {name}".rstrip() + f" differs: {detail}"
+        for name in (*left.states, *(other for other in right.states if other not in left.states)):
+            if left.states.get(name) != right.states.get(name):
+                return f"step {step}: optimizer state {name} differs"
     return None
 
 

@@ -54,6 +54,11 @@ def test_the_first_difference_names_step_kind_tensor_and_size() -> None:
     for first, second, told in (
         ([ones, ones], [ones, off], "step 1: gradient b.weight differs: 1 of 4 elements, by up to 0.5"),
         ([ones], [record(loss=torch.zeros(()))], "step 0: loss differs: 1 of 1 elements, by up to 1"),
+        (
+            [ones],
+            [dataclasses.replace(ones, states={"a.weight exp_avg": "1"})],
+            "step 0: optimizer state a.weight exp_avg differs",
+        ),
         ([ones], [fewer], "step 0: gradient b.weight differs: there in-core and missing under the plan"),
     ):
         assert first_difference(first, second) == told

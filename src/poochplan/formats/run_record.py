@@ -170,7 +170,8 @@ class RunRecord(Document, frozen=True, kw_only=True):
             return f"no: {self.difference}"
         if not self.compared_steps:  # older files do not have it
             return "yes"
-        return f"yes (and loss, buffers, parameters: {self.compared_tensors} tensors in {self.compared_steps} steps)"
+        counts = f"{self.compared_tensors} tensors in {self.compared_steps} steps"
+        return f"yes (and loss, buffers, parameters, optimizer state: {counts})"
 
     def _allocator_rows(self) -> dict[str, str]:
         """The peaks of CUDA's caching allocator."""
