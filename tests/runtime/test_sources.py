@@ -65,7 +65,7 @@ def test_plans_of_the_planner_hold_them_within_a_budget_that_an_outside_meter_se
     smallest = poochplan.smallest_budget(profile, arena="off")
     budget_bytes = smallest + (profile.in_core_peak_bytes - smallest) // 4
     plan, without = (
-        poochplan.plan(profile, budget_bytes, evaluations=300, arena="off", gap=0.0, without=without)
+        poochplan.plan(profile, budget_bytes, evaluations=1500, arena="off", gap=0.0, without=without)
         for without in ((), ("sources",))
     )
     assert any(one.source and one.until >= 0 and one.decision is not RECOMPUTE for one in plan.values)
