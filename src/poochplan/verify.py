@@ -35,6 +35,7 @@ from poochplan.runtime.metering.census import leave_out
 from poochplan.runtime.run_report import ArenaReport, Report, StepReport
 from poochplan.runtime.session import Session
 from poochplan.tensors.operators import past_first_calls
+from poochplan.torch_private.sharding import local_tensor
 from poochplan.torch_private.tensor_internals import without_modes
 
 from .errors import StepError
@@ -303,7 +304,7 @@ def _state_digests(workload: Workload) -> dict[str, str]:
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in workload.model.named_parameters()}
     state: dict[torch.Tensor, Any] = {} if workload.optimizer is None else workload.optimizer.state
     return {
-        f"{names.get(parameter, 'another')} {name}": _digest(one)
+        f"{names.get(parameter, 'another')} {name}": _digest(local_tensor(one))
         for parameter, entries in state.items()
         for name, one in entries.items()
         if isinstance(one, torch.Tensor)
