@@ -46,8 +46,13 @@ def facts_of_run(arguments: argparse.Namespace, packages: tuple[str, ...] = PACK
         "commit": _commit(),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.system()},
-        "arguments": {name: value for name, value in vars(arguments).items() if name != "output"},
+        "arguments": {name: _named(value) for name, value in vars(arguments).items() if name != "output"},
     }
+
+
+def _named(value: Any) -> Any:
+    """An argument; of a file on this machine its name."""
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 
 def write_results(path: str | Path | None, found: Any) -> None:

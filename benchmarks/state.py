@@ -22,15 +22,12 @@ import argparse
 import os
 import sys
 import time
-from itertools import groupby
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-import msgspec
 
 from benchmarks.facts import Row, parser_of, rows_in, table_head, table_row, taken
 from poochplan.errors import InfeasibleError
-from poochplan.formats.profile import Kind, Profile
-from poochplan.formats.profile_parts import OptimizerState
+from poochplan.formats.profile import Profile
 from poochplan.planner.planning import plan
 from poochplan.planner.policies import PolicyInput, run_policy
 from poochplan.planner.search.streaming import Streaming
@@ -39,8 +36,6 @@ from poochplan.planner.simulator.schedule import keep_all
 from poochplan.planner.simulator.simulate import Candidate, simulated, swap_all_on_demand
 
 GIB = 1 << 30
-LEAST_BYTES = 1 << 16
-"""Smaller values of state stay, where a profile does not say which may leave."""
 WAYS = ("joint", "activations", "state", "all state", "greedy, state first", "greedy, activations first", "on demand")
 OPTIONS = {
     "profile": ("", "the step to plan"),
@@ -48,25 +43,6 @@ OPTIONS = {
     "time_limit": (20.0, "seconds of each search"),
     "table": ("", "print the table of this results file"),
 }
-
-
-def with_optimizer(profile: Profile) -> Profile:
-    """The profile, with one separable optimizer if it has none: values of state of one shape that follow each other,
-    two at a time, are those of one parameter.
-    """
-    if profile.optimizers:
-        return profile
-    state = (
-        number
-        for number, value in enumerate(profile.values)
-        if value.kind is Kind.OPTIMIZER_STATE and value.size_bytes >= LEAST_BYTES
-    )
-    parameters = list[tuple[int, ...]]()
-    for _, group in groupby(state, lambda number: profile.values[number].shape):
-        alike = list(group)
-        parameters += [tuple(alike[place : place + 2]) for place in range(0, len(alike), 2)]
-    adam = OptimizerState(name="AdamW", separable=True, parameters=tuple(parameters))
-    return msgspec.structs.replace(profile, optimizers=(adam,))
 
 
 def rows_of(profile: Profile, budget_bytes: int, time_limit_s: float) -> list[Row]:
@@ -144,7 +120,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.table:
         print(table(rows_in(arguments.table)))
         return 0
-    profile = with_optimizer(Profile.load(arguments.profile))
+    profile = Profile.load(arguments.profile)
     rows = taken(
         arguments,
         arguments.gib,

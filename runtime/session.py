@@ -109,8 +109,7 @@ class Session:
             self._warns_if_full(lambda: self._device.reserve_host(self._engine.host.planned_bytes))
             stack.callback(self._meter.step_is_over)
             stack.callback(self._step_arena.close)
-            chunked = SteppedInChunks(self._models, self._optimizers, self._attachment, self._messages.warn)
-            self._chunked = self._keeper.state = chunked
+            self._chunked = self._keeper.state = SteppedInChunks(self._attachment, self._optimizers, self._messages)
             stack.callback(self._chunked.close)
             self._collect()
             self._engine.audit.compares_unplanned = self._on_audit is not OnAudit.OFF
@@ -356,8 +355,7 @@ class Session:
         try:
             reserve()
         except OSError as error:
-            room = format_bytes(self._engine.host.planned_bytes)
-            self._messages.warn(HOST_IS_FULL.format(room, error.strerror))
+            self._messages.warn(HOST_IS_FULL.format(format_bytes(self._engine.host.planned_bytes), error.strerror))
 
     # -- called by the attachment --------------------------------------------------------------------------------
 

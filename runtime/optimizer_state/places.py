@@ -19,7 +19,7 @@ from poochplan.errors import is_out_of_memory
 from poochplan.runtime.devices.transfers import Copy, copy_in, copy_out
 from poochplan.runtime.engine.engine import Engine
 from poochplan.runtime.metering.census import leave_out
-from poochplan.tensors.optimizers import goes_away, is_back
+from poochplan.tensors.optimizers import goes_away, is_away, is_back
 from poochplan.tensors.storages import Geometry
 from poochplan.torch_private.tensor_internals import holders_of, unseen_by_modes, version_of
 from poochplan.units import format_bytes
@@ -56,13 +56,9 @@ class _Place(weakref.ref[torch.Tensor]):
     is_refused = False
     """Whether the host tier had no room for it, or could not be written."""
 
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is away."""
-        return not self.is_refused and tensor.data_ptr() == self.home.data_ptr() and tensor.device == self.home.device
-
     def is_shared(self, tensor: torch.Tensor | None) -> bool:
         """Whether others than the tensor hold the bytes: views that were made while it was away."""
-        own = tensor is not None and self.has(tensor)
+        own = tensor is not None and is_away(tensor)
         return holders_of(self.home.untyped_storage()) > self.holders + own
 
 
@@ -88,7 +84,7 @@ class StatePlaces:
         device = self._engine.device
         for tensor in tensors:
             place = self._place_of(tensor)
-            if place is None or place.coming is not None or not place.has(tensor):
+            if place is None or place.coming is not None or not is_away(tensor):
                 continue
             storage = device.allocate(_bytes_in(tensor))
             like = Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride(), 0).on(storage)
@@ -115,7 +111,7 @@ class StatePlaces:
             if tensor.device.type != device.kind:  # away already, or of parameters that are on the host themselves
                 continue
             place = self._place_of(tensor) or self._new_place(tensor)
-            if place.going is None and not place.is_refused and not place.has(tensor):
+            if place.going is None and not place.is_refused and not is_away(tensor):
                 storage = tensor.untyped_storage()
                 place.going = copy_out(device, storage, place.offset), version_of(tensor)
                 self.out_bytes += storage.nbytes()
@@ -151,11 +147,11 @@ class StatePlaces:
             if place is None:
                 continue
             if self.is_copied:
-                if is_host and place.has(tensor):  # other pinned memory than the parent's there is none
+                if is_host and is_away(tensor):  # other pinned memory than the parent's there is none
                     tensor.data = tensor.clone()
                     is_back(tensor)
                 continue
-            if is_host and place.has(tensor) and place.is_shared(tensor):
+            if is_host and is_away(tensor) and place.is_shared(tensor):
                 continue
             place.going = None  # it is there still, and a copy that dies is waited for
             try:
@@ -175,7 +171,7 @@ class StatePlaces:
             shared_bytes = sum(
                 _bytes_in(tensor)
                 for place, tensor in alive
-                if not place.is_refused and not place.has(tensor) and place.is_shared(tensor)
+                if not place.is_refused and not is_away(tensor) and place.is_shared(tensor)
             )
         if left_bytes:
             self._warn(STAYS_AWAY.format(format_bytes(left_bytes)))

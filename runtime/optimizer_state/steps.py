@@ -11,7 +11,7 @@ import contextlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSet, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 
 from poochplan.formats.plan import StateChunk
 from poochplan.runtime.attachment import Attachment
+from poochplan.runtime.messages import Messages
 from poochplan.tensors.optimizers import is_away, is_separable, movable_state, parameters_of
 from poochplan.torch_private.compiler_internals import hidden_from_compiler
 from poochplan.torch_private.tensor_internals import tensors_in, unseen_by_modes
@@ -128,14 +129,10 @@ class SteppedInChunks:
     """
 
     def __init__(
-        self,
-        models: Mapping[str, torch.nn.Module],
-        optimizers: MutableSet[torch.optim.Optimizer],
-        attachment: Attachment,
-        warn: Callable[[str], None],
+        self, attachment: Attachment, optimizers: MutableSet[torch.optim.Optimizer], messages: Messages
     ) -> None:
-        self._models, self._known, self._attachment, self._warn = models, optimizers, attachment, warn
-        self._places = StatePlaces(attachment.engine, warn)
+        self._attachment, self._known, self._warn = attachment, optimizers, messages.warn
+        self._places = StatePlaces(attachment.engine, messages.warn)
         self._chunks: dict[str, tuple[StateChunk, ...]] = {}
         """By name of the model."""
         self._of = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[str, int]]()
@@ -227,7 +224,7 @@ class SteppedInChunks:
         """Which of the plan's optimizers it is: the first with as many parameters that no other one is."""
         own = parameters_of(optimizer)
         for name, chunks in self._chunks.items():
-            if set(own).isdisjoint(self._models[name].parameters()):
+            if set(own).isdisjoint(self._attachment.models[name].parameters()):
                 continue
             taken = {number for model, number in self._of.values() if model == name}
             for number in sorted({one.optimizer for one in chunks} - taken):

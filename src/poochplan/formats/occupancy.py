@@ -11,7 +11,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .profile_parts import Kind, ProfileData, Value
+from .profile_data import ProfileData
+from .profile_parts import Kind, Value
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 """Ticks, bytes, values."""

@@ -34,6 +34,8 @@ from .profile_parts import (
     Text,
     host_aligned,
 )
+from .state_chunk import StateChunk as StateChunk
+from .state_chunk import state_faults
 
 SCHEMA_VERSION = 10
 """Version 2 has what ended the search (``evaluations``, ``seed``); 3 has the runtime's own seconds in the step; 4 has
@@ -94,24 +96,6 @@ class PointActions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Values recomputed here, in this order."""
     record: Literal["on", "off", ""] = ""
     """Switches the recording of ops for replay on or off, from the next op on."""
-
-
-class StateChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Parameters of one optimizer that are stepped together, and where their state is between steps.
-
-    Exact meaning: ``docs/optimizer-state.md``.
-    """
-
-    optimizer: Index
-    """Index into ``Profile.optimizers``."""
-    first: Index
-    """The first of its parameters, in the order of the groups."""
-    count: Count
-    """The number of its parameters."""
-    size_bytes: Bytes
-    """Bytes of their state that may leave the device."""
-    streamed: bool = False
-    """Whether that state is in the host tier between the optimizer's steps."""
 
 
 OUTSIDE = -1
@@ -377,7 +361,7 @@ class Plan(Document, frozen=True, kw_only=True, dict=True):
         yield from _source_faults(self)
         yield from _places_on_host(self.values)
         yield from _schedule_faults(self)
-        yield from _state_faults(self.state)
+        yield from state_faults(self.state)
         yield from _layout_faults(self)
         yield from _copies_that_do_not_end(self)
 
@@ -475,24 +459,6 @@ def _action_fault(
         found = last.get(value) or "nothing"
         yield f"{where}: expected {name} of value {value} once, {wanted}, found it after {found}"
     last[value] = name
-
-
-def _state_faults(chunks: Sequence[StateChunk]) -> Iterator[str]:
-    """The chunks of an optimizer follow each other from its first parameter on, and some of them are streamed."""
-    ends, moved = dict[int, int](), dict[int, bool]()
-    for number, chunk in enumerate(chunks):
-        where, first = f"state[{number}]", ends.get(chunk.optimizer, 0)
-        if chunk.optimizer < max(ends, default=0):
-            yield f"{where}.optimizer: expected the optimizers in order, found {chunk.optimizer} too late"
-        if chunk.first != first:
-            yield f"{where}.first: expected {first}, where the chunk before ends, found {chunk.first}"
-        if chunk.count < 1 or chunk.size_bytes < 1:
-            yield f"{where}: expected parameters with state, found {chunk.count} with {chunk.size_bytes} bytes"
-        ends[chunk.optimizer] = chunk.first + chunk.count
-        moved[chunk.optimizer] = moved.get(chunk.optimizer, False) or chunk.streamed
-    for optimizer, is_moved in moved.items():
-        if not is_moved:
-            yield f"state: expected no chunks of optimizer {optimizer}, of which none is streamed, found some"
 
 
 def _layout_faults(plan: Plan) -> Iterator[str]:

@@ -22,6 +22,7 @@ from poochplan.units import format_bytes, format_rate, format_seconds, format_wi
 
 from .files import beyond, numbered
 from .occupancy import static_bytes
+from .profile_data import ProfileData
 from .profile_parts import ALLOCATION_UNIT_BYTES as ALLOCATION_UNIT_BYTES
 from .profile_parts import ROOFLINE as ROOFLINE
 from .profile_parts import SCHEMA_VERSION as SCHEMA_VERSION
@@ -39,7 +40,6 @@ from .profile_parts import OpBlock as OpBlock
 from .profile_parts import Phase as Phase
 from .profile_parts import Point as Point
 from .profile_parts import PointKind as PointKind
-from .profile_parts import ProfileData
 from .profile_parts import RuntimeCost as RuntimeCost
 from .profile_parts import StepFacts as StepFacts
 from .profile_parts import StepTimes as StepTimes

@@ -16,7 +16,8 @@ from msgspec.structs import asdict
 from poochplan.units import format_bytes, format_rate, format_seconds
 
 from .occupancy import live_bytes
-from .profile_parts import Link, OptimizerState, Phase, PointKind, ProfileData, StepFacts
+from .profile_data import ProfileData
+from .profile_parts import Link, OptimizerState, Phase, PointKind, StepFacts
 
 COMPILED_REGION = "compiled_region"
 """Name of the op that stands for a call of a compiled module."""
