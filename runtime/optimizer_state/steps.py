@@ -176,9 +176,11 @@ class SteppedInChunks:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether an optimizer of which some state is streamed was not met yet, so that all of it may be there."""
+        """Whether an optimizer of which some state is streamed was not met yet, so that all of it may be there. If one
+        has stepped that the plan does not know, nothing better is to come.
+        """
         streamed = {(name, one.optimizer) for name, chunks in self._chunks.items() for one in chunks if one.streamed}
-        return not streamed.issubset(self._of.values())
+        return not streamed.issubset(self._of.values()) and all(number >= 0 for _, number in self._of.values())
 
     def begins(self, optimizer: torch.optim.Optimizer) -> None:
         """A step begins. Called before the optimizer's own hooks."""

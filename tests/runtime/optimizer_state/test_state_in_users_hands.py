@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -136,8 +137,11 @@ def test_what_a_hook_behind_the_step_writes_is_there(when: str) -> None:
             state["exp_avg"].mul_(0.5)
             state["exp_avg_sq"].data.mul_(2.0)
 
-    def begin(training: Training) -> None:
-        training.optimizer.register_step_post_hook(hook)
+    _hooked(when, lambda training: training.optimizer.register_step_post_hook(hook))
+
+
+def _hooked(when: str, begin: Callable[[Training], object]) -> None:
+    """Trains with a hook that ``begin`` registers, before the session or within it."""
 
     def use(training: Training) -> None:
         if when == "inside":
@@ -146,7 +150,7 @@ def test_what_a_hook_behind_the_step_writes_is_there(when: str) -> None:
         training.steps(3)
         assert training.is_streamed()
 
-    either_way(use, begin=begin if when == "before" else lambda _: None)
+    either_way(use, begin=lambda training: begin(training) if when == "before" else None)
 
 
 def test_what_a_hook_of_all_optimizers_writes_is_there() -> None:
@@ -171,17 +175,7 @@ def test_gradients_that_a_hook_before_the_step_clips_are_clipped(when: str) -> N
         for state in optimizer.state.values():
             state["exp_avg"].mul_(0.5)
 
-    def begin(training: Training) -> None:
-        training.optimizer.register_step_pre_hook(hook)
-
-    def use(training: Training) -> None:
-        if when == "inside":
-            training.steps(2)
-            begin(training)
-        training.steps(3)
-        assert training.is_streamed()
-
-    either_way(use, begin=begin if when == "before" else lambda _: None)
+    _hooked(when, lambda training: training.optimizer.register_step_pre_hook(hook))
 
 
 def test_what_a_hook_changes_in_the_arguments_holds() -> None:

@@ -49,6 +49,16 @@ def test_state_of_a_wrong_shape(number: int) -> None:
     either_way(use, one_by_one, state=EVERY)
 
 
+def _breaks_off(training: Training, handle: Any, error: type[BaseException]) -> None:
+    """One step raises by the hook of the handle, with the user's words; later ones do not."""
+    with pytest.raises(error, match="user"):
+        training.step()
+    handle.remove()
+    training.see()
+    training.steps(2)
+    assert training.is_streamed()
+
+
 def test_a_hook_of_a_gradient_raises() -> None:
     def use(training: Training) -> None:
         training.steps(2)
@@ -56,13 +66,7 @@ def test_a_hook_of_a_gradient_raises() -> None:
         def raises(_: torch.Tensor) -> None:
             raise ValueError("the user's")
 
-        handle = parameters_of(training.optimizer)[4].register_hook(raises)
-        with pytest.raises(ValueError, match="user"):
-            training.step()
-        handle.remove()
-        training.see()
-        training.steps(2)
-        assert training.is_streamed()
+        _breaks_off(training, parameters_of(training.optimizer)[4].register_hook(raises), ValueError)
 
     either_way(use)
 
@@ -76,13 +80,7 @@ def test_a_hook_of_the_step_raises(when: str, error: type[BaseException]) -> Non
         def raises(*_: Any) -> None:
             raise error("the user's")
 
-        handle = getattr(training.optimizer, f"register_step_{when}_hook")(raises)
-        with pytest.raises(error):
-            training.step()
-        handle.remove()
-        training.see()
-        training.steps(2)
-        assert training.is_streamed()
+        _breaks_off(training, getattr(training.optimizer, f"register_step_{when}_hook")(raises), error)
 
     either_way(use)
 
