@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -405,3 +406,14 @@ def test_a_session_that_is_left_without_an_end() -> None:
         training.steps(3)
         found.append(training.seen)
     assert found[0] == found[1]
+
+
+def test_steps_of_an_optimizer_that_the_plan_does_not_know_are_judged_by_its_budget() -> None:
+    """Its state stays, so they are above a budget that the plan keeps by streaming."""
+    training = Training(lambda parameters: adam(list(parameters)[:6]))
+    tight = msgspec.structs.replace(planned(), budget_bytes=1 << 19)
+    with our_warnings() as said, poochplan.apply(tight, training.model, arena="off") as session:
+        training.steps(1)
+        assert not session._chunked.is_waiting
+        training.steps(2)
+    assert any("more than its budget" in line for line in said), said
