@@ -317,10 +317,12 @@ class SteppedInChunks:
         """Torch's hook behind a step, so that it only tries."""
         if torch.compiler.is_compiling():
             return
+        self._stepping.discard(optimizer)
+        if self._visits is None and not self._late:  # as in every step of a plan that streams nothing
+            return
         try:
             with _quietly():
                 self._end()
-                self._stepping.discard(optimizer)
                 if optimizer in self._late:
                     self._late.discard(optimizer)
                     self._leave(optimizer)
