@@ -129,7 +129,6 @@ class Attachment:
                 self._observer,
                 self.device,
                 self.whole,
-                rebuild=self._observer.rebuild,
                 parts=self._parts,
                 on_idle=self._idle,
                 events=self._events,

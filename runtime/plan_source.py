@@ -16,8 +16,6 @@ from poochplan.formats.queries import with_kept
 from poochplan.runtime.arena.recorded_layout import PackBlocks
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.engine import Engine
-from poochplan.runtime.engine.mechanism import Mechanism, rebuild_together
-from poochplan.runtime.engine.saved_value import SavedValue
 from poochplan.runtime.messages import warn
 from poochplan.runtime.metering.watch import MostBytes
 from poochplan.runtime.step_policies.follow import DivergencePolicy, Follow, IndexedPlan
@@ -127,10 +125,6 @@ class StepObserver:
     def attached(self, attachment: Attached) -> Hooks:
         """The session begins. Returns the hooks that autograd calls: the engine's own, or some that call these."""
         return attachment.engine.pack, attachment.engine.unpack
-
-    def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
-        """Brings back a value that waits for its replay."""
-        rebuild_together(value, mechanism)
 
     def around_call(self, path: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return call

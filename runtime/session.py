@@ -84,7 +84,7 @@ class Session:
             rests=weakly(self, Session._rests),
             outgrown=weakly(self, Session._outgrown),
             optimizing=weakly(self, Session._optimizing),
-            releases=self._step_arena.note,
+            releases=self._step_arena.note if self._step_arena.is_possible else nothing,
             finds=self._step_arena.again,
             elsewhere=self._totals.called_elsewhere,
         )

@@ -12,8 +12,8 @@ import torch
 from poochplan.formats.plan import Decision
 from poochplan.profiler.capture.clock import clock_of
 from poochplan.runtime.engine.cursor import Segment
-from poochplan.runtime.engine.mechanism import Mechanism, Rebuild, rebuild_together
-from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
+from poochplan.runtime.engine.mechanism import rebuild_together
+from poochplan.runtime.engine.saved_value import SavedHandle
 from poochplan.runtime.metering.census import census_bytes
 from poochplan.runtime.plan_source import Attached, PlanSource, StepObserver
 from poochplan.runtime.step_policies.step_policy import KeepAll, KeepWhileRoom, StepPolicy, SwapEach
@@ -79,8 +79,6 @@ class LoopObserver(StepObserver):
     ) -> None:
         self._loop, self._plans, self._study_options = loop, plans, options
         self._observer: SegmentObserver | None = None
-        self._rebuild: Rebuild = rebuild_together
-        """Of the values that an observer has left behind: a replay that it tries has not been verified."""
         self._kind: StepKind | None = None
         self._key: Key | None = None
         """The key of the open segment, before its kind is known."""
@@ -124,8 +122,8 @@ class LoopObserver(StepObserver):
         if self._observer is None:
             self._plans.profiled(kind)
             return self._plans.policy(kind)
-        self._kind = kind
-        self._attachment.engine.fallbacks.silent = True
+        self._kind, engine = kind, self._attachment.engine
+        engine.fallbacks.silent, engine.mechanism.rebuild = True, self._observer.rebuild
         return self._observer.policy
 
     def begins(self, segment: Segment) -> None:
@@ -150,9 +148,6 @@ class LoopObserver(StepObserver):
             if not kind.is_studied:
                 self._plans.profiled(kind)
         return kinds[key]
-
-    def rebuild(self, value: SavedValue, mechanism: Mechanism) -> None:
-        (self._observer.rebuild if self._observer is not None else self._rebuild)(value, mechanism)
 
     # -- what segments do -------------------------------------------------------------------------------------
 
@@ -205,8 +200,7 @@ class LoopObserver(StepObserver):
     def stands_aside(self) -> None:
         observer = self._observer
         self._observer = self._kind = self._compared = None
-        if observer is not None:
-            self._rebuild = observer.rebuild
+        if observer is not None:  # it goes on to rebuild the values that it leaves: a replay may not be verified yet
             self._attachment.engine.fallbacks.silent = False
             observer.end(stepped=False)
 
@@ -220,6 +214,7 @@ class LoopObserver(StepObserver):
         self._segments += 1
         observer, kind = self._take_off(stepped=False), self._kind
         self._observer = self._kind = None
+        self._attachment.engine.mechanism.rebuild = rebuild_together
         if self._compared is not None:
             key, base_bytes = self._compared
             self._compared = None

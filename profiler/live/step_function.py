@@ -152,7 +152,8 @@ class StepFunction(contextlib.AbstractContextManager["StepFunction"]):
     def _engine(self) -> Engine:
         device = self._stack.enter_context(closing(open_device(self.context.where, self.context.spill_dir)))
         copies = cast(ComputeDevice, OnTheDevice(device)) if self._in_core else device
-        engine = Engine(self, copies, self.context.model, rebuild=self._rebuild)
+        engine = Engine(self, copies, self.context.model)
+        engine.mechanism.rebuild = self._rebuild
         engine.fallbacks.silent = True  # the profile reports steps that differ
         return engine
 

@@ -66,16 +66,16 @@ class Transfers:
     """
 
     def __init__(self, device: ComputeDevice, compiled: Any = None) -> None:
-        self._device, self._compiled = device, compiled
+        self._device, self.compiled = device, compiled
 
     def out(self, storage: torch.UntypedStorage, host_offset: int) -> Copy:
-        found: Copy | None = None if self._compiled is None else self._compiled.out(storage, host_offset)
+        found: Copy | None = None if self.compiled is None else self.compiled.out(storage, host_offset)
         return found or copy_out(self._device, storage, host_offset)
 
     def back(self, size_bytes: int, host_offset: int) -> tuple[torch.UntypedStorage, Copy]:
         """A new storage of the calling thread's stream, and the copy that fills it."""
         found: tuple[torch.UntypedStorage, Copy] | None
-        found = None if self._compiled is None else self._compiled.back(size_bytes, host_offset)
+        found = None if self.compiled is None else self.compiled.back(size_bytes, host_offset)
         if found is not None:
             return found
         storage = self._device.allocate(size_bytes)

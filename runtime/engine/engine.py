@@ -55,9 +55,9 @@ from poochplan.tensors.storages import Geometry, Shell, plain_storage, saved_par
 from poochplan.torch_private.tensor_internals import in_backward, is_scripted, mode_count, storage_identity
 
 from .audit import Audit
-from .cursor import NO_EVENTS, Cursor, Segment, StepEvents
+from .cursor import NO_EVENTS, Cursor, Segment, StepEvents, nothing
 from .host_tier import HostTier
-from .mechanism import Mechanism, Rebuild, rebuild_together
+from .mechanism import Mechanism, rebuild_together
 from .own_tensors import OwnTensors
 from .saved_value import CLASSES, SavedHandle, SavedValue, held_source
 
@@ -73,7 +73,6 @@ class Engine:
     device: where storages live and copies run; the caller closes it.
     model: its parameters and buffers are those of rule 2.
     parts: if ``model`` consists of several models, each by its name. A segment belongs to one of them.
-    rebuild: runs replays.
     on_idle: called when the last handle is gone.
     events: functions to call for events in a step.
     """
@@ -84,7 +83,6 @@ class Engine:
         device: ComputeDevice,
         model: torch.nn.Module,
         *,
-        rebuild: Rebuild = rebuild_together,
         parts: Mapping[str, torch.nn.Module] = MappingProxyType({}),
         on_idle: Callable[[], None] = lambda: None,
         events: StepEvents = NO_EVENTS,
@@ -95,9 +93,11 @@ class Engine:
         self.tape, self.recorder = recording(device.kind, has_compiled=bool(compiled_modules(model)))
         self.host = HostTier(chooser.alternatives)
         self.audit = Audit(device.where)
-        self.mechanism = Mechanism(device, self.host, rebuild, self._copy_failed, self.audit, events, self.tape)
-        point = None if events.point is NO_EVENTS.point else events.point
-        self.planned = self.tape.planned_hooks(CLASSES, weakref.ref(self), self.audit, point, device, self._index)
+        self.mechanism = Mechanism(device, self.host, self._copy_failed, self.audit, events, self.tape)
+        point, releases = (None if one is nothing else one for one in (events.point, events.releases))
+        acts = self.mechanism.transfers.compiled, releases, None if device.spans else rebuild_together
+        own = CLASSES, weakref.ref(self), self.audit, point, device, self._index
+        self.planned = self.tape.planned_hooks(*own, *acts)
         self._chooser = chooser
         self._policy: StepPolicy | None = None
         self.model = model

@@ -38,8 +38,9 @@ Verification passes one of its own, which compares what comes back."""
 
 
 class Mechanism:
-    """State: the report of the step, to which it adds its counts; and whether it times the compute stream (``timed``)
-    by two events for each wait, where that stream is not the calling thread.
+    """State: the report of the step, to which it adds its counts; whether it times the compute stream (``timed``) by
+    two events for each wait, where that stream is not the calling thread; and what runs replays (``rebuild``). Unless
+    it is timed, or they are run otherwise, the compiled hooks carry out a plan's actions (``native/acts.h``).
 
     ``copy_failed`` is called with a value that the host could not take; the value stays on the device.
     """
@@ -48,7 +49,6 @@ class Mechanism:
         self,
         device: ComputeDevice,
         host: HostTier,
-        rebuild: Rebuild,
         copy_failed: Callable[[SavedValue, OSError], None],
         audit: Audit,
         events: StepEvents,
@@ -58,9 +58,9 @@ class Mechanism:
         self.timed = self._is_short_of_ways = False
         self._stalls, self._replays = device.stopwatch(), device.stopwatch()
         self.device = device
-        self._transfers = Transfers(device, tape.copies(device))
+        self.transfers = Transfers(device, tape.copies(device))
         self._host = host
-        self._rebuild = rebuild
+        self.rebuild: Rebuild = rebuild_together
         self._copy_failed = copy_failed
         self._audit, self._events, self._tape = audit, events, tape
 
@@ -82,7 +82,7 @@ class Mechanism:
         assert value.storage is not None
         offset = self._host.place(value)
         with self._named("swap out", value):
-            value.is_copied(self._transfers.out(value.storage, offset), offset)
+            value.is_copied(self.transfers.out(value.storage, offset), offset)
         self.report.out_bytes += value.size_bytes
 
     def release(self, value: SavedValue) -> None:
@@ -122,7 +122,7 @@ class Mechanism:
         if value.state is not ValueState.ON_HOST or self._is_intact(value):
             return
         with self._named("prefetch", value):
-            storage, copy = self._transfers.back(value.size_bytes, value.host_offset)
+            storage, copy = self.transfers.back(value.size_bytes, value.host_offset)
             value.is_fetched(storage, self.device.compute, copy)
         self.report.in_bytes += value.size_bytes
 
@@ -133,7 +133,7 @@ class Mechanism:
         self._find_inputs(value)
         start_s = time.perf_counter()
         with self._times(self._replays), self._named("replay", value), self.device.replaying():
-            self._rebuild(value, self)
+            self.rebuild(value, self)
         if self._replays is None:
             self.report.replay_s += time.perf_counter() - start_s
 
@@ -191,7 +191,7 @@ class Mechanism:
     def _bring_back(self, value: SavedValue) -> None:
         """Replays the value, or reads it from the host on the calling thread, unless it is on the device."""
         if value.state is ValueState.TO_REPLAY:
-            self._rebuild(value, self)
+            self.rebuild(value, self)
         elif value.state in (ValueState.ON_HOST, ValueState.ARRIVING):
             storage = self.device.allocate(value.size_bytes)
             self.device.read(storage, value.host_offset)

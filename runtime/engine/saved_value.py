@@ -258,5 +258,5 @@ class SavedHandle(msgspec.Struct, gc=False, eq=False):
             check_unwritten(self.tensor, self.version, "a saved tensor")
 
 
-CLASSES = SavedValue, SavedHandle, geometry, Decision.KEEP, (ValueState.ON_DEVICE, ValueState.COPIED)
-"""What ``native/planned_hooks.h`` makes, and compares with."""
+CLASSES = SavedValue, SavedHandle, geometry, tuple(Decision), tuple(ValueState)
+"""What ``native/planned_hooks.h`` makes and compares with: the order of these members is known there."""

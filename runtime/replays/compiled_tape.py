@@ -173,6 +173,9 @@ def _build() -> None:
         run_beside(__name__)
 
 
+ExpectedSave = tuple[torch.dtype, Sequence[int], int, int, str, Decision | None, PointActions | None]
+
+
 class PlanToFollow(Protocol):
     """What the compiled tape asks of a plan."""
 
@@ -182,9 +185,9 @@ class PlanToFollow(Protocol):
     @property
     def at_use(self) -> Sequence[PointActions | None]: ...
 
-    def expected_saves(self) -> Iterable[tuple[torch.dtype, Sequence[int], int, int, str, Decision | None, bool]]:
+    def expected_saves(self) -> Iterable[ExpectedSave]:
         """Of each value its dtype, shape, bytes, last handle and name; its decision, if its save may be noted without
-        the engine; and whether the plan acts there.
+        the engine; and what the plan does there.
         """
 
 
@@ -199,8 +202,9 @@ def _class_of(module: Any) -> Callable[[str], Any]:
             found = _POINTS[plan] = module.PlannedPoints()
             for save in plan.expected_saves():
                 found.add_save(*save)
-            found.handles, found.uses = plan.instructions.handles, plan.instructions.uses
-            found.acting_uses = [actions is not None for actions in plan.at_use]
+            found.handles = plan.instructions.handles
+            for use in zip(plan.instructions.uses, plan.at_use, strict=True):
+                found.add_use(*use)
         return found
 
     class PlannedHooks(module.PlannedHooks):  # type: ignore[misc]  # known once it is built

@@ -15,6 +15,7 @@ from poochplan.formats.plan import Decision, Instructions, PlannedValue, PointAc
 from poochplan.formats.plan_set import Signature
 from poochplan.runtime.engine.cursor import Segment
 from poochplan.runtime.engine.saved_value import SavedHandle, SavedValue
+from poochplan.runtime.replays.compiled_tape import ExpectedSave
 from poochplan.runtime.replays.replay import NotReplayable, StorageRecord
 
 from .diagnosis import Difference, differs_at_pack, differs_at_save, differs_at_use, what_changed
@@ -313,13 +314,11 @@ class IndexedPlan:
         """Made in the first step that leaves something out."""
         return Gaps(self.instructions)
 
-    def expected_saves(self) -> Iterator[tuple[torch.dtype, Sequence[int], int, int, str, Decision | None, bool]]:
-        """Of each value its dtype, shape, bytes, last handle and name; its decision, if its save may be noted without
-        the engine; and whether the plan acts there.
-        """
+    def expected_saves(self) -> Iterator[ExpectedSave]:
+        """As :class:`PlanToFollow` has it."""
         engines = {0, len(self.dtypes) - 1, *self.sources, *(source.until + 1 for source in self.sources.values())}
         for number, value in enumerate(self.instructions.values):
-            decision, acts = None if number in engines else value.decision, self.at_save[number] is not None
+            decision, acts = None if number in engines else value.decision, self.at_save[number]
             size_bytes, last = value.size_bytes, self.last_handles[number]
             yield self.dtypes[number], value.shape, size_bytes, last, value.name, decision, acts
 

@@ -71,16 +71,17 @@ class Copies {
         inward_(device_.attr("inward").attr("stream"), memcpy_async != 0),
         memcpy_async_(reinterpret_cast<MemcpyAsync>(memcpy_async)) {}
 
+  // The device's compute stream, which `out` and `back` are given.
+  py::object compute() const { return attribute(device_, names().compute); }
+
   // The copies are queued behind what the user's streams have queued so far. None where the host has no place for them.
-  py::object out(const py::object& storage, int64_t offset) {
-    const py::object compute = attribute(device_, names().compute);
+  py::object out(const py::object& storage, int64_t offset, const py::object& compute) {
     const py::dict seen = attribute(compute, names().seen);
     return queued(storage, offset, seen, seen, outward_, true);
   }
 
   // A new storage of the current stream, and the copies into it, which are queued behind what that has queued so far.
-  py::object back(int64_t size_bytes, int64_t offset) {
-    const py::object compute = attribute(device_, names().compute);
+  py::object back(int64_t size_bytes, int64_t offset, const py::object& compute) {
     py::dict first;
     first[names().stream] = attribute(compute, names().stream);
     const py::object storage = as_python(made(size_bytes));

@@ -5,8 +5,7 @@
 
 #pragma once
 
-#include "names.h"
-#include "replays.h"
+#include "acts.h"
 
 #include <ATen/TracerMode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -19,24 +18,30 @@
 
 namespace pooch {
 
-// A saved value of a plan; whether the plan acts where it is saved. Without a decision that save is the engine's.
+// A saved value of a plan, and what the plan does where it is saved. Without a decision that save is the engine's.
 struct PlannedSave {
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   Sizes sizes;
   int64_t size_bytes = 0, last_handle = -1;
   py::str name;
   py::object decision;
-  bool acts = false;
+  std::optional<PlannedActs> acts;
 };
 
-// What a plan expects: saves, the save of each handle, the handle of each use, and the uses at which it acts.
+// The handle that is used, and what the plan does there.
+struct PlannedUse {
+  int64_t handle;
+  std::optional<PlannedActs> acts;
+};
+
+// What a plan expects: saves, the save of each handle, and uses.
 struct PlannedPoints {
   std::vector<PlannedSave> saves;
-  std::vector<int64_t> handles, uses;
-  std::vector<bool> acting_uses;
+  std::vector<int64_t> handles;
+  std::vector<PlannedUse> uses;
 
   void add_save(const py::object& dtype, const std::vector<int64_t>& shape, int64_t size_bytes, int64_t last_handle,
-                py::str name, py::object decision, bool acts) {
+                py::str name, py::object decision, const py::object& acts) {
     PlannedSave& one = saves.emplace_back();
     one.dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
     one.sizes.assign(shape.begin(), shape.end());
@@ -44,20 +49,11 @@ struct PlannedPoints {
     one.last_handle = last_handle;
     one.name = std::move(name);
     one.decision = std::move(decision);
-    one.acts = acts;
+    one.acts = PlannedActs::of(acts);
   }
+
+  void add_use(int64_t handle, const py::object& acts) { uses.push_back({handle, PlannedActs::of(acts)}); }
 };
-
-inline int64_t number_of(const py::handle& of, const py::object& name) {
-  return PyLong_AsLongLong(attribute(of, name).ptr());
-}
-
-inline void set_number(const py::handle& of, const py::object& name, int64_t number) {
-  const py::object value = py::reinterpret_steal<py::object>(PyLong_FromLongLong(number));
-  if (PyObject_SetAttr(of.ptr(), name.ptr(), value.ptr()) < 0) {
-    throw py::error_already_set();
-  }
-}
 
 // A segment that follows a plan: its values by save, those that expect another handle, and what it does not count yet.
 struct Followed {
@@ -73,18 +69,17 @@ class PlannedHooks {
   bool was_asked = false;  // the call that comes next is one that has just been answered with None
   bool is_off = false;  // autograd's calls go to the session's own hooks
 
-  // `classes` are those of values, handles and geometries, the decision to keep, and the states of values that are on
-  // the device; `engine` is a weak reference.
+  // `classes` are those of values, handles and geometries, and the members of Decision and ValueState; `engine` is a
+  // weak reference. For `copies`, `releases` and `together` see acts.h.
   PlannedHooks(Tape* tape, py::tuple classes, py::object engine, py::object audit, py::object point, py::object device,
-             int64_t index)
+               int64_t index, py::object copies, py::object releases, py::object together)
       : tape_(tape),
         value_class_(classes[0]),
         handle_class_(classes[1]),
         geometry_class_(classes[2]),
-        keep_(classes[3]),
-        states_(classes[4]),
+        shared_{tape, std::move(audit), std::move(copies), std::move(releases), std::move(together), classes[3], classes[4]},
+        keep_(shared_.decisions[0]),
         engine_(std::move(engine)),
-        audit_(std::move(audit)),
         point_(std::move(point)),
         device_(std::move(device)),
         index_(index) {}
@@ -106,7 +101,7 @@ class PlannedHooks {
   // Nothing of the session's is held any more.
   void close() {
     leave();
-    engine_ = audit_ = point_ = device_ = py::none();
+    engine_ = point_ = device_ = shared_.audit = shared_.copies = shared_.releases = py::none();
   }
 
   // A hook of Python's begins or ends, perhaps on another thread.
@@ -136,7 +131,7 @@ class PlannedHooks {
     }
     const py::int_ key(reinterpret_cast<uintptr_t>(tensor.storage().unsafeGetStorageImpl()));
     if (tape_->statics.contains(key)) {
-      PyObject_SetAttr(audit_.ptr(), name.owner.ptr(), key.ptr());
+      PyObject_SetAttr(shared_.audit.ptr(), name.owner.ptr(), key.ptr());
       const auto held = py::reinterpret_borrow<py::object>(given);
       return handle(tensor.grad_fn() ? wrapped(alias(tensor)) : held, version_of(tensor));
     }
@@ -160,7 +155,7 @@ class PlannedHooks {
       return py::none();
     }
     const py::object value = attribute(given, name.value), geometry = attribute(given, name.geometry);
-    if (!value.is_none() && !attribute(given, name.used).is(py::bool_(true)) && !is_used(given)) {
+    if (!value.is_none() && !attribute(given, name.used).is(py::bool_(true)) && !is_used(given, held.device())) {
       return py::none();
     }
     return geometry.is_none() ? found : wrapped(counted(held, on(resident(value, held.device()), geometry)));
@@ -193,16 +188,6 @@ class PlannedHooks {
     return called(handle_class_, tensor, py::int_(version));
   }
 
-  template <typename... Given>
-  static py::object called(const py::object& what, const Given&... given) {
-    const std::array<PyObject*, sizeof...(given)> arguments{given.ptr()...};
-    PyObject* found = PyObject_Vectorcall(what.ptr(), arguments.data(), sizeof...(given), nullptr);
-    if (found == nullptr) {
-      throw py::error_already_set();
-    }
-    return py::reinterpret_steal<py::object>(found);
-  }
-
   py::object packed(Followed& of, const at::Tensor& tensor) {
     const Names& name = names();
     const PlannedPoints& points = *of.points;
@@ -231,7 +216,7 @@ class PlannedHooks {
       return py::none();
     }
     const bool stays = planned.decision.is(keep_);
-    if (!stays && called(audit_.attr("is_kept"), py::int_(index), wrapped(tensor)).is(py::bool_(true))) {
+    if (!stays && called(shared_.audit.attr("is_kept"), py::int_(index), wrapped(tensor)).is(py::bool_(true))) {
       return py::none();
     }
     set_number(of.segment, name.saves, index + 1);
@@ -256,8 +241,17 @@ class PlannedHooks {
     }
     const py::object made = called(
         handle_class_, probe, version, geometry, value, lease, attribute(of.segment, name.number), py::int_(ordinal));
-    if (!stays || planned.acts) {
-      acts(name.acts_at_save, value);
+    const bool is_recomputed = !stays && planned.decision.is(shared_.decisions[RECOMPUTE]);
+    if (is_recomputed || planned.acts) {
+      acts(&of, tensor.device(), name.acts_at_save, value, [&](Acts& here) {
+        if (is_recomputed && !here.forgets(value)) {
+          return false;
+        }
+        if (planned.acts) {
+          here.carry_out(*planned.acts);
+        }
+        return true;
+      });
     }
     return made;
   }
@@ -274,7 +268,7 @@ class PlannedHooks {
     const bool stays = attribute(value, name.decision).is(keep_);
     if (!stays) {
       const Busy busy(*this);
-      called(audit_.attr("saved_again"), value, wrapped(tensor));
+      called(shared_.audit.attr("saved_again"), value, wrapped(tensor));
     }
     set_number(of.segment, name.packs, ordinal + 1);
     lets_come(of, ordinal);
@@ -284,15 +278,18 @@ class PlannedHooks {
         py::int_(ordinal));
   }
 
-  // Has the engine act; its ops are not the step's.
-  py::object acts(const py::object& what, const py::object& on) {
+  // Acts in a segment that is followed, or if that cannot be has the engine do it. Ops of either are not the step's.
+  template <typename Act>
+  py::object acts(Followed* of, c10::Device where, const py::object& what, const py::object& on, Act act) {
     const py::object engine = called(engine_);
     const Busy busy(*this);
-    PyObject* found = PyObject_CallMethodOneArg(engine.ptr(), what.ptr(), on.ptr());
-    if (found == nullptr) {
-      throw py::error_already_set();
+    if (of != nullptr) {
+      Acts here(shared_, engine, compute(where), of->values);
+      if (here.may_act() && act(here)) {
+        return py::none();
+      }
     }
-    return py::reinterpret_steal<py::object>(found);
+    return method(engine, what, on);
   }
 
   class Busy {
@@ -352,12 +349,17 @@ class PlannedHooks {
   c10::Storage resident(const py::object& value, c10::Device where) {
     const Names& name = names();
     const py::object state = attribute(value, name.state), home = attribute(value, name.home);
-    const bool is_there = state.is(states_[0]) || state.is(states_[1]);
-    const py::object storage = is_there && attribute(value, name.beside).is_none() &&
-            (home.is_none() || home.is(compute(where)))
-        ? attribute(value, name.storage)
-        : acts(name.resident, value);
-    return torch::createStorage(storage.ptr());
+    const bool is_there = state.is(shared_.states[0]) || state.is(shared_.states[1]);
+    if (is_there && attribute(value, name.beside).is_none() && (home.is_none() || home.is(compute(where)))) {
+      return torch::createStorage(attribute(value, name.storage).ptr());
+    }
+    const auto followed = followed_;
+    py::object found;
+    const py::object by_engine = acts(followed.get(), where, name.resident, value, [&](Acts& here) {
+      found = here.resident(value);
+      return true;
+    });
+    return torch::createStorage((found ? found : by_engine).ptr());
   }
 
   static void lets_come(Followed& of, int64_t ordinal) {
@@ -375,10 +377,10 @@ class PlannedHooks {
       called(point_, py::int_(points));
     }
     const Names& name = names();
-    if (PyList_GET_SIZE(attribute(audit_, name.watched).ptr()) > 0) {
-      called(audit_.attr("point"), py::int_(saves));
+    if (PyList_GET_SIZE(attribute(shared_.audit, name.watched).ptr()) > 0) {
+      called(shared_.audit.attr("point"), py::int_(saves));
     } else {
-      set_number(audit_, name.saves, saves);
+      set_number(shared_.audit, name.saves, saves);
     }
   }
 
@@ -393,7 +395,7 @@ class PlannedHooks {
   }
 
   // Whether the handle's first use is the planned one. It is counted, and what the plan does there is done.
-  bool is_used(const py::handle& given) {
+  bool is_used(const py::handle& given, c10::Device where) {
     const Names& name = names();
     const auto of = followed_;
     if (!of || !of->to_come.empty() || !attribute(of->segment, name.used).is(py::bool_(true)) ||
@@ -403,7 +405,7 @@ class PlannedHooks {
     }
     const int64_t use = number_of(of->segment, name.uses);
     const auto& uses = of->points->uses;
-    if (use >= static_cast<int64_t>(uses.size()) || uses[use] != number_of(given, name.ordinal)) {
+    if (use >= static_cast<int64_t>(uses.size()) || uses[use].handle != number_of(given, name.ordinal)) {
       return false;
     }
     PyObject_SetAttr(given.ptr(), name.used.ptr(), Py_True);
@@ -411,16 +413,20 @@ class PlannedHooks {
     if (!point_.is_none()) {
       called(point_, py::int_(number_of(of->segment, name.saves) + use + 1));
     }
-    if (of->points->acting_uses[use]) {
-      acts(name.acts_at_use, py::int_(use));
+    if (const auto& planned = uses[use].acts) {
+      acts(of.get(), where, name.acts_at_use, py::int_(use), [&](Acts& here) {
+        here.carry_out(*planned);
+        return true;
+      });
     }
     return true;
   }
 
   Tape* tape_;
-  py::object value_class_, handle_class_, geometry_class_, keep_;
-  py::tuple states_;
-  py::object engine_, audit_, point_, device_, compute_;
+  static constexpr size_t RECOMPUTE = 2;  // of Decision's members
+  py::object value_class_, handle_class_, geometry_class_;
+  Acts::Shared shared_;
+  py::object keep_, engine_, point_, device_, compute_;
   c10::Stream stream_{c10::Stream::DEFAULT, c10::Device(c10::DeviceType::CPU)};
   int64_t index_;
   std::shared_ptr<Followed> followed_;

@@ -191,6 +191,23 @@ struct Recipe : std::enable_shared_from_this<Recipe> {
   }
 };
 
+// Raises what has ended recording, once: of our own code, or a user's interrupt amid that.
+inline void check(Tape* tape) {
+  const std::string failure = tape->take_failure();
+  if (!failure.empty()) {
+    const bool is_interrupt = failure == INTERRUPTED;
+    PyErr_SetString(is_interrupt ? PyExc_KeyboardInterrupt : PyExc_RuntimeError, is_interrupt ? "" : failure.c_str());
+    throw py::error_already_set();
+  }
+}
+
+inline std::shared_ptr<Recipe> recipe_of(Tape* tape, const RecordPtr& record, int64_t generation) {
+  check(tape);
+  auto recipe = pooled<Recipe>(record, generation);
+  recipe->refresh();
+  return recipe;
+}
+
 // The storage has become a saved value: recipes that read it now claim the value instead of what they held.
 inline void attach(Record& record, const py::object& value, int64_t generation, Probe probe) {
   record.value = py::reinterpret_steal<py::object>(PyWeakref_NewRef(value.ptr(), nullptr));

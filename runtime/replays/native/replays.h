@@ -4,6 +4,8 @@
 
 #include "recipes.h"
 
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/LegacyVmapMode.h>
 #include <ATen/ScalarOps.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/ones.h>
@@ -60,7 +62,10 @@ class Run {
         last_use_[view.record.get()] = order;
       }
     }
-    const Block outside(helpers().attr("outside_transforms")());
+    std::optional<Block> outside;
+    if (at::functorch::functorchTLSAccessor() || at::impl::VmapMode::current_vmap_level() > 0) {  // it was used here
+      outside.emplace(helpers().attr("outside_transforms")());
+    }
     const NotCast not_cast(where_);
     const c10::AutoGradMode with_gradients(c10::GradMode::is_enabled());  // behind the replay as before
     std::optional<Block> switches;
@@ -223,14 +228,16 @@ auto translated(Call call) {
 // Brings a value, and every saved value on the way that waits for a replay, back.
 class Replay {
  public:
-  Replay(Tape& tape, const py::object& value, const py::function& resident, bool from_copies)
+  // `resident` gives the filled storage of a value.
+  Replay(Tape& tape, const py::object& value, const std::function<c10::Storage(const py::object&)>& resident,
+         bool from_copies)
       : where_(tape.where()), root_(value.attr("record").cast<RecordPtr>()), value_(value) {
     tape.sweep();
     closure_ = closure_of(root_, value.attr("generation").cast<int64_t>(), true);
     for (const auto& leaf : closure_.leaves) {
       const Need need{leaf.record.get(), leaf.generation};
       if (!leaf.value.is_none()) {
-        there_.emplace(need, torch::createStorage(resident(leaf.value).ptr()));
+        there_.emplace(need, resident(leaf.value));
       } else if (leaf.copied) {
         if (!from_copies) {
           not_replayable(WRITTEN_SINCE, leaf.record);
@@ -273,7 +280,8 @@ class Replay {
     return found;
   }
 
-  py::list run() {
+  // The values that come back, with what was rebuilt of each.
+  std::vector<std::pair<py::object, c10::Storage>> rebuilt() {
     std::vector<std::pair<RecordPtr, py::object>> targets{{root_, value_}};
     targets.insert(targets.end(), closure_.targets.begin(), closure_.targets.end());
     std::set<Record*> keep;
@@ -281,10 +289,9 @@ class Replay {
       keep.insert(one.first.get());
     }
     auto built = Run(where_, closure_.ops, there_, std::move(keep)).run();
-    py::list back;
+    std::vector<std::pair<py::object, c10::Storage>> back;
     for (const auto& [record, target] : targets) {
-      target.attr("came_back")(as_python(built.at(record.get())));
-      back.append(target);
+      back.emplace_back(target, built.at(record.get()));
     }
     return back;
   }

@@ -126,23 +126,6 @@ static py::object source(const RecordPtr& record) {
   return helpers().attr("source")(view->record, view->generation, geometry, probe, view->source->version);
 }
 
-// Raises what has ended recording, once: of our own code, or a user's interrupt amid that.
-static void check(Tape* tape) {
-  const std::string failure = tape->take_failure();
-  if (!failure.empty()) {
-    const bool is_interrupt = failure == INTERRUPTED;
-    PyErr_SetString(is_interrupt ? PyExc_KeyboardInterrupt : PyExc_RuntimeError, is_interrupt ? "" : failure.c_str());
-    throw py::error_already_set();
-  }
-}
-
-static std::shared_ptr<Recipe> recipe_of(Tape* tape, const RecordPtr& record, int64_t generation) {
-  check(tape);
-  auto recipe = pooled<Recipe>(record, generation);
-  recipe->refresh();
-  return recipe;
-}
-
 static const c10::StorageImpl* impl_of(const py::object& storage) {
   return torch::createStorage(storage.ptr()).unsafeGetStorageImpl();
 }
@@ -184,10 +167,18 @@ PYBIND11_MODULE(tape, m) {
       .def_property_readonly("values", [](const Recipe& one) { return py::tuple(py::cast(one.values)); });
   py::class_<Replay>(m, "Replay")
       .def(py::init([](Tape& tape, const py::object& value, const py::function& resident, bool from_copies) {
-        return translated([&] { return std::make_unique<Replay>(tape, value, resident, from_copies); });
+        const auto storage_of = [&](const py::object& one) { return torch::createStorage(resident(one).ptr()); };
+        return translated([&] { return std::make_unique<Replay>(tape, value, storage_of, from_copies); });
       }))
       .def("parts", &Replay::parts)
-      .def("run", [](Replay& one) { return translated([&] { return one.run(); }); });
+      .def("run", [](Replay& one) {
+        py::list back;
+        for (const auto& [value, storage] : translated([&] { return one.rebuilt(); })) {
+          value.attr("came_back")(as_python(storage));
+          back.append(value);
+        }
+        return back;
+      });
   py::class_<OpClock, std::unique_ptr<OpClock, py::nodelete>>(m, "OpClock")
       .def(py::init<py::list>())
       .def_property("is_on", [](const OpClock& clock) { return clock.is_on.load(); },
@@ -237,19 +228,19 @@ PYBIND11_MODULE(tape, m) {
   py::class_<Copies>(m, "Copies")
       .def(py::init<py::object, py::object, uintptr_t>())
       .def("out", [](Copies& one, const py::object& storage, int64_t offset) {
-        return translated([&] { return one.out(storage, offset); });
+        return translated([&] { return one.out(storage, offset, one.compute()); });
       })
       .def("back", [](Copies& one, int64_t size_bytes, int64_t offset) {
-        return translated([&] { return one.back(size_bytes, offset); });
+        return translated([&] { return one.back(size_bytes, offset, one.compute()); });
       });
   py::class_<PlannedPoints, std::shared_ptr<PlannedPoints>>(m, "PlannedPoints")
       .def(py::init<>())
       .def_readwrite("handles", &PlannedPoints::handles)
-      .def_readwrite("uses", &PlannedPoints::uses)
-      .def_readwrite("acting_uses", &PlannedPoints::acting_uses)
-      .def("add_save", &PlannedPoints::add_save);
+      .def("add_save", &PlannedPoints::add_save)
+      .def("add_use", &PlannedPoints::add_use);
   py::class_<PlannedHooks>(m, "PlannedHooks")
-      .def(py::init<Tape*, py::tuple, py::object, py::object, py::object, py::object, int64_t>(),
+      .def(py::init<Tape*, py::tuple, py::object, py::object, py::object, py::object, int64_t, py::object, py::object,
+                    py::object>(),
            py::keep_alive<1, 2>())
       .def("engine_runs", &PlannedHooks::engine_runs)
       .def_readwrite("is_off", &PlannedHooks::is_off)
